@@ -1,0 +1,19 @@
+"""Choose, compile, cache and launch generated kernels."""
+
+from msa_tiles.runtime.compiler import CompileError, compile_count
+from msa_tiles.runtime.dispatch import NoKernelError, find_kernel
+from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
+from msa_tiles.runtime.launch import Kernel
+from msa_tiles.runtime.toolchain import ToolchainError
+
+__all__ = [
+    "CallFacts",
+    "CompileError",
+    "DeviceFacts",
+    "Kernel",
+    "NoKernelError",
+    "ToolchainError",
+    "compile_count",
+    "device_facts",
+    "find_kernel",
+]

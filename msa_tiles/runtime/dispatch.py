@@ -1,0 +1,130 @@
+"""The one place where a kernel is chosen.
+
+Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
+run. Of those that accept, the first one of the index runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from msa_tiles.runtime.compiler import compile_variant, variant_text
+from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, targets
+from msa_tiles.runtime.launch import Kernel
+from msa_tiles.runtime.registry import Cell, Registry, default_registry
+
+BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
+
+
+class NoKernelError(ValueError):
+    """No kernel serves a call. The text lists every candidate and why it refused."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One cell's answer to a call: the variant it would run, or why it refuses."""
+
+    cell: Cell
+    variant: Mapping[str, int]
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Every candidate, and the one that runs (None when all refuse)."""
+
+    call: CallFacts
+    device: DeviceFacts
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+
+    def complaint(self) -> str:
+        """The text of NoKernelError for this decision."""
+        dims = "".join(f", {name}={value}" for name, value in self.call.variant.items())
+        needs = f", needs {', '.join(sorted(self.call.features))}" if self.call.features else ""
+        head = f"{self.call.op}: no kernel serves this call ({self.device}, {self.call.precision}{dims}{needs})"
+        if not self.candidates:
+            return f"{head}; none is generated for this operator"
+        return f"{head}:" + "".join(f"\n  {c.cell.id}: {c.refusal}" for c in self.candidates)
+
+
+def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: str = "auto") -> Decision:
+    """Ask every cell of the operator."""
+    candidates = tuple(_ask(cell, call, device, backend) for cell in registry.of(call.op))
+    accepting = [candidate for candidate in candidates if candidate.refusal is None]
+    return Decision(call, device, candidates, accepting[0] if accepting else None)
+
+
+def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
+    """The supported variant that serves the wanted dims, and why there is none."""
+    variant: dict[str, int] = {}
+    for name, supported in cell.variants.items():
+        if name not in wanted:
+            return variant, f"the call does not say {name}"
+        value = wanted[name]
+        if name in cell.capacity:
+            enough = [capacity for capacity in supported if capacity >= value]
+            if not enough:
+                return variant, f"{name} is {value}, wanted at most {max(supported)}"
+            variant[name] = min(enough)
+        elif value in supported:
+            variant[name] = value
+        else:
+            return variant, f"{name} is {value}, wanted {_one_of(supported)}"
+    return variant, None
+
+
+def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Candidate:
+    variant, misfit = fit_variant(cell, call.variant)
+    missing = sorted(call.features - cell.features)
+    if backend not in ("auto", cell.dsl):
+        refusal: str | None = f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"
+    elif device.target != cell.target:
+        refusal = f"it is for {cell.target}, the call is on {device}"
+    elif call.precision != cell.precision:
+        refusal = f"it takes {cell.precision}, the call is {call.precision}"
+    elif misfit:
+        refusal = misfit
+    elif missing:
+        refusal = f"it does not serve {', '.join(missing)}"
+    elif call.refusals:
+        refusal = "; ".join(call.refusals)
+    else:
+        refusal = None
+    return Candidate(cell, variant, refusal)
+
+
+def _one_of(values: tuple[int, ...]) -> str:
+    return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, sorted(values)))}"
+
+
+_kernels: dict[tuple, Kernel] = {}
+
+
+def find_kernel(op: str, facts: CallFacts, backend: str = "auto") -> Kernel:
+    """The kernel that serves a call, compiled on first use and kept for the life of the process.
+
+    Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
+    compiled here.
+    """
+    key = (op, facts.device, facts.precision, tuple(facts.variant.items()), facts.features, facts.refusals, backend)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = _find(op, facts, backend)
+    return kernel
+
+
+def _find(op: str, facts: CallFacts, backend: str) -> Kernel:
+    if facts.op != op:
+        raise ValueError(f"facts are of {facts.op!r}, wanted {op!r}")
+    if backend not in BACKENDS or backend == "reference":
+        kernels = ", ".join(repr(name) for name in BACKENDS if name != "reference")
+        raise ValueError(f"backend is {backend!r}, wanted one of {kernels} for a kernel")
+    decision = decide(facts, device_facts(facts.device), default_registry(), backend)
+    if decision.chosen is None:
+        raise NoKernelError(decision.complaint())
+    cell, variant = decision.chosen.cell, decision.chosen.variant
+    return Kernel(cell, variant, compile_variant(cell, variant, targets()[cell.target]), facts.device)

@@ -1,0 +1,65 @@
+"""What a call and a device are, as far as choosing a kernel is concerned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from msa_tiles import paths
+from msa_tiles.spec import load
+from msa_tiles.spec.model import Target
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One device as dispatch sees it."""
+
+    name: str  # product name, or what the user asked `explain` about
+    target: str | None  # the spec that covers it; None when no spec does
+    sm_count: int
+    capability: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        kind = self.target or ("sm%d%d" % self.capability if self.capability else "no GPU")
+        return f"{self.name} ({kind})"
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """One call, reduced to what decides which kernel serves it.
+
+    `variant` holds the call's value for every compile-time dim of the operator. `features` names what the call needs
+    beyond flat tensors (`paged`, `q_positions`). `refusals` are reasons for which no kernel at all can serve it.
+    """
+
+    op: str
+    device: torch.device
+    precision: str
+    variant: Mapping[str, int]
+    features: frozenset[str] = field(default_factory=frozenset)
+    refusals: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=1)
+def targets() -> Mapping[str, Target]:
+    """The GPU families that the specs describe."""
+    return load(paths.specs_dir()).targets
+
+
+@functools.lru_cache(maxsize=64)
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Facts of a torch device; asking a CUDA device initialises CUDA but does not synchronise."""
+    if device.type != "cuda":
+        return DeviceFacts(str(device), None, 0, None)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    covering = (target.name for target in targets().values() if target.capability == capability)
+    return DeviceFacts(properties.name, next(covering, None), properties.multi_processor_count, capability)
+
+
+def target_facts(target: Target) -> DeviceFacts:
+    """Facts of a GPU family's usual device, for questions asked without that GPU."""
+    return DeviceFacts(target.default_device, target.name, target.sm_count, target.capability)

@@ -1,0 +1,56 @@
+"""Load a compiled kernel and launch it through TVM-FFI.
+
+TVM-FFI asks torch for the current stream of the first CUDA tensor's device on every call and launches there, so a
+kernel follows `torch.cuda.stream` and graph capture by itself. The generated host code sets the device of its tensors
+and does not set it back, which is why a call from another current device is guarded here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from msa_tiles.runtime import toolchain
+from msa_tiles.runtime.cache import Entry
+from msa_tiles.runtime.registry import Cell
+
+
+class Kernel:
+    """A compiled kernel on one device. Call it with the positional arguments of its generated file."""
+
+    __slots__ = ("_function", "_index", "cell", "entry", "variant")
+
+    def __init__(self, cell: Cell, variant: Mapping[str, int], entry: Entry, device: torch.device) -> None:
+        self.cell = cell
+        self.variant = variant
+        self.entry = entry
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._function = load_function(entry)
+
+    def __call__(self, *args: Any) -> None:
+        """Launch on the current stream of the kernel's device, without synchronising."""
+        if torch.cuda.current_device() == self._index:
+            self._function(*args)
+        else:
+            with torch.cuda.device(self._index):
+                self._function(*args)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.cell.id}, {dict(self.variant)}, cuda:{self._index})"
+
+
+def load_function(entry: Entry) -> Any:
+    """The TVM-FFI function of a cache entry."""
+    _load_loader()
+    return tvm_ffi.load_module(str(entry.library))[entry.meta["function"]]
+
+
+@functools.lru_cache(maxsize=1)
+def _load_loader() -> ctypes.CDLL:
+    """Register the loader of CUDA modules and the TMA descriptor functions, which TVM-FFI alone does not have."""
+    return ctypes.CDLL(str(toolchain.tilelang_library()))

@@ -1,0 +1,177 @@
+"""The cells that exist, read from `generated/index.json`; kernel files are imported only when one is compiled."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from msa_tiles import paths
+
+INDEX = "index.json"
+INDEX_FORMAT = 1
+_HELPERS = "msa_tiles.dsl"
+
+
+class RegistryError(ValueError):
+    """`generated/index.json` is missing or is not what this version writes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One generated kernel: an operator on a DSL, a target and a precision."""
+
+    id: str
+    op: str
+    dsl: str
+    target: str
+    precision: str
+    mma: str
+    file: Path
+    digest: str
+    variants: Mapping[str, tuple[int, ...]]  # compile-time dim -> supported values, in the spec's order
+    capacity: frozenset[str]  # dims whose requested value is rounded up to a supported one
+    features: frozenset[str]
+    entry: Mapping[str, Any]  # the whole index entry, for readers of workloads, tolerances and audits
+
+    @property
+    def ci(self) -> tuple[Mapping[str, int], ...]:
+        """The variants that continuous integration compiles, the M3 shape first."""
+        return tuple(self.entry["ci"])
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function of the generated file that builds the kernel of one variant. Importing it imports the DSL."""
+        module = _import_file(self.file, f"_msa_tiles_kernel_{self.id.replace('.', '_')}_{self.source_hash()}")
+        try:
+            return getattr(module, self.op)
+        except AttributeError:
+            raise RegistryError(f"{self.file} defines no function {self.op!r}") from None
+
+    @property
+    def pass_configs(self) -> Mapping[str, Any] | None:
+        """Compiler pass settings that the kernel asks for in place of the usual ones."""
+        return getattr(sys.modules[self.function.__module__], "PASS_CONFIGS", None)
+
+    def source_hash(self) -> str:
+        """16 hex digits over the kernel file and the device helpers it imports, as they are on disk now."""
+        total = hashlib.sha256()
+        for path in sorted(source_files(self.file)):
+            total.update(path.read_bytes())
+            total.update(b"\0")
+        return total.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All cells of one `generated` directory."""
+
+    directory: Path
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def read(cls, directory: Path) -> Registry:
+        """Read `directory/index.json`.
+
+        Raises RegistryError when it is missing or malformed.
+        """
+        path = directory / INDEX
+        try:
+            document = json.loads(path.read_text())
+        except OSError as error:
+            raise RegistryError(f"{path} cannot be read ({error.strerror}); run `msa-tiles generate`") from error
+        except ValueError as error:
+            raise RegistryError(f"{path} is not JSON: {error}; run `msa-tiles generate`") from error
+        if not isinstance(document, dict) or document.get("format") != INDEX_FORMAT:
+            raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")
+        return cls(directory, tuple(_cell(entry, directory, path) for entry in document["cells"]))
+
+    def of(self, op: str) -> tuple[Cell, ...]:
+        """The cells of one operator."""
+        return tuple(cell for cell in self.cells if cell.op == op)
+
+    def select(
+        self, op: str | None = None, dsl: str | None = None, target: str | None = None, precision: str | None = None
+    ) -> tuple[Cell, ...]:
+        """The cells that match every filter given."""
+        wanted = {"op": op, "dsl": dsl, "target": target, "precision": precision}
+        return tuple(c for c in self.cells if all(v is None or getattr(c, k) == v for k, v in wanted.items()))
+
+
+@functools.lru_cache(maxsize=1)
+def default_registry() -> Registry:
+    """The registry of the kernels that came with this installation."""
+    return Registry.read(paths.generated_dir())
+
+
+def source_files(kernel: Path) -> frozenset[Path]:
+    """A kernel file and the device-helper modules it imports, directly or through one another."""
+    found = {kernel}
+    waiting = [kernel]
+    while waiting:
+        for path in _helpers_of(waiting.pop()):
+            if path not in found:
+                found.add(path)
+                waiting.append(path)
+    return frozenset(found)
+
+
+def _helpers_of(path: Path) -> Iterator[Path]:
+    package = Path(__file__).parent.parent
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name == _HELPERS or name.startswith(_HELPERS + "."):
+                place = package.joinpath(*name.split(".")[1:])
+                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists())
+
+
+def _cell(entry: Mapping[str, Any], directory: Path, index: Path) -> Cell:
+    try:
+        variants = {name: tuple(values) for name, values in entry["variants"].items()}
+        return Cell(
+            id=entry["id"],
+            op=entry["op"],
+            dsl=entry["dsl"],
+            target=entry["target"],
+            precision=entry["precision"],
+            mma=entry["mma"],
+            file=directory / entry["file"],
+            digest=entry["digest"],
+            variants=MappingProxyType(variants),
+            capacity=frozenset(entry["capacity"]),
+            features=frozenset(entry["features"]),
+            entry=MappingProxyType(dict(entry)),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RegistryError(f"{index}: a cell entry lacks or misstates {error}; run `msa-tiles generate`") from error
+
+
+def _import_file(path: Path, name: str) -> Any:
+    """Import a file under a name of its own: TileLang reads kernel source through `inspect`, so it must be a module."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RegistryError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
