@@ -1,0 +1,22 @@
+"""Oracles in plain torch, on any device; also what a CPU tensor runs on.
+
+The functions here work chunk by chunk, so that 16K tokens of the M3 shape fit a laptop. `reference.plain` holds the
+same operators as whole matrices. float64 tensors are computed in float64, float32 and bfloat16 in float32. Arguments
+are trusted: `msa_tiles.ops` validates them.
+"""
+
+from msa_tiles.reference import plain
+from msa_tiles.reference.attention import combine, sparse_attention
+from msa_tiles.reference.indexer import index_score, select_blocks
+from msa_tiles.reference.schedule import build_schedule
+from msa_tiles.reference.selection import topk_select
+
+__all__ = [
+    "build_schedule",
+    "combine",
+    "index_score",
+    "plain",
+    "select_blocks",
+    "sparse_attention",
+    "topk_select",
+]
