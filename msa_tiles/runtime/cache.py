@@ -1,8 +1,8 @@
 """The disk cache of compiled kernels.
 
-Layout: `<root>/<cell id>/<key>-<nvcc version>/{kernel.so, kernel.cubin, kernel.cu, meta.json}` and, once audited, `audit.json`. Entries
-are staged beside their place and renamed into it, so a reader sees a whole entry or none. `meta.json` carries the
-sha256 of each file: an entry that does not match is treated as absent and replaced.
+Layout: `<root>/<cell id>/<key>-<nvcc version>/{kernel.so, kernel.cubin, kernel.cu, meta.json}` and, once audited,
+`audit.json`. Entries are staged beside their place and renamed into it, so a reader sees a whole entry or none.
+`meta.json` carries the sha256 of each file: an entry that does not match is treated as absent and replaced.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Cache:
     def load(self, cell_id: str, key: str, nvcc: str | None) -> Entry | None:
         """The entry of `key`, or None.
 
-        Without an nvcc on this machine any version's entry will do, the latest one first: prebuilt kernels must run where
-        nothing can be compiled.
+        Without an nvcc on this machine any version's entry will do, the latest one first: prebuilt kernels must run
+        where nothing can be compiled.
         """
         parent = self.root / cell_id
         if nvcc is not None:
@@ -120,7 +120,8 @@ class Cache:
             directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"the kernel cache {directory} cannot be created ({error.strerror}); set MSA_TILES_CACHE_DIR to a writable directory"
+                f"the kernel cache {directory} cannot be created ({error.strerror}); "
+                "set MSA_TILES_CACHE_DIR to a writable directory"
             ) from error
         return directory
 

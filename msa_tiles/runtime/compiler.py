@@ -14,7 +14,6 @@ from typing import Any
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import CUBIN, LIBRARY, SOURCE, Cache, Entry
 from msa_tiles.runtime.registry import Cell
-from msa_tiles.spec.model import Target
 
 # Skeletons assign warp roles and fence their own pipelines; bounds are theirs to check as well. Fast math would turn
 # -inf and NaN handling into undefined behaviour.
@@ -37,32 +36,32 @@ def compile_count() -> int:
     return _compiled
 
 
-def cache_key(cell: Cell, variant: Mapping[str, int], target: Target) -> str:
+def cache_key(cell: Cell, variant: Mapping[str, int], arch: str) -> str:
     """What code generation depends on, except nvcc: see `Cache.load` for why that stands beside the key."""
     document = {
         "digest": cell.digest,
         "source": cell.source_hash(),
         "function": cell.op,
         "variant": dict(sorted(variant.items())),
-        "arch": target.arch,
+        "arch": arch,
         "pass_configs": dict(PASS_CONFIGS),
         "generators": toolchain.generator_versions(),
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def find_compiled(cell: Cell, variant: Mapping[str, int], target: Target, cache: Cache | None = None) -> Entry | None:
+def find_compiled(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry | None:
     """The cache entry of a variant, or None when it has not been compiled."""
-    return (cache or Cache()).load(cell.id, cache_key(cell, variant, target), toolchain.nvcc_version())
+    return (cache or Cache()).load(cell.id, cache_key(cell, variant, arch), toolchain.nvcc_version())
 
 
-def compile_variant(cell: Cell, variant: Mapping[str, int], target: Target, cache: Cache | None = None) -> Entry:
+def compile_variant(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry:
     """The cache entry of a variant, compiled first when the cache lacks it.
 
     Raises CompileError when the kernel does not compile, ToolchainError when there is no nvcc to compile it.
     """
     cache = cache or Cache()
-    key, nvcc = cache_key(cell, variant, target), toolchain.nvcc_version()
+    key, nvcc = cache_key(cell, variant, arch), toolchain.nvcc_version()
     entry = cache.load(cell.id, key, nvcc)
     if entry is not None:
         return entry
@@ -74,25 +73,25 @@ def compile_variant(cell: Cell, variant: Mapping[str, int], target: Target, cach
             return entry
         with cache.stage(cell.id) as staged:
             start = time.perf_counter()
-            meta = _COMPILERS[cell.dsl](cell, variant, target, staged)
+            meta = _COMPILERS[cell.dsl](cell, variant, arch, staged)
             meta |= {
                 "cell": cell.id,
                 "digest": cell.digest,
                 "variant": dict(variant),
-                "arch": target.arch,
+                "arch": arch,
                 "versions": {**dict(toolchain.generator_versions()), "nvcc": nvcc},
                 "seconds": round(time.perf_counter() - start, 2),
             }
             return cache.publish(cell.id, key, nvcc, staged, meta)
 
 
-def _tilelang(cell: Cell, variant: Mapping[str, int], target: Target, staged: Path) -> dict[str, Any]:
+def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
     global _compiled
     import tilelang
     from tilelang import tvm
 
     where = f"{cell.id} {variant_text(variant)}"
-    cuda = tvm.target.Target({"kind": "cuda", "arch": target.arch})
+    cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
     configs = dict(PASS_CONFIGS if cell.pass_configs is None else cell.pass_configs)
     with _state, _captured_cubins() as cubins:
         _compiled += 1
@@ -113,7 +112,7 @@ def _tilelang(cell: Cell, variant: Mapping[str, int], target: Target, staged: Pa
     }
 
 
-_COMPILERS: dict[str, Callable[[Cell, Mapping[str, int], Target, Path], dict[str, Any]]] = {"tilelang": _tilelang}
+_COMPILERS: dict[str, Callable[[Cell, Mapping[str, int], str, Path], dict[str, Any]]] = {"tilelang": _tilelang}
 
 
 def _launch(function: Any) -> dict[str, int]:

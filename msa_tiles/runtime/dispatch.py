@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from msa_tiles.runtime.compiler import compile_variant, variant_text
+from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, targets
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
@@ -127,4 +125,4 @@ def _find(op: str, facts: CallFacts, backend: str) -> Kernel:
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant
-    return Kernel(cell, variant, compile_variant(cell, variant, targets()[cell.target]), facts.device)
+    return Kernel(cell, variant, compile_variant(cell, variant, targets()[cell.target].arch), facts.device)

@@ -23,7 +23,7 @@ class DeviceFacts:
     capability: tuple[int, int] | None
 
     def __str__(self) -> str:
-        kind = self.target or ("sm%d%d" % self.capability if self.capability else "no GPU")
+        kind = self.target or ("sm{}{}".format(*self.capability) if self.capability else "no GPU")
         return f"{self.name} ({kind})"
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from msa_tiles import paths
@@ -27,7 +26,7 @@ class RegistryError(ValueError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One generated kernel: an operator on a DSL, a target and a precision."""
+    """One generated kernel: an operator on a DSL, a target and a precision. Cells travel to worker processes."""
 
     id: str
     op: str
@@ -151,10 +150,10 @@ def _cell(entry: Mapping[str, Any], directory: Path, index: Path) -> Cell:
             mma=entry["mma"],
             file=directory / entry["file"],
             digest=entry["digest"],
-            variants=MappingProxyType(variants),
+            variants=variants,
             capacity=frozenset(entry["capacity"]),
             features=frozenset(entry["features"]),
-            entry=MappingProxyType(dict(entry)),
+            entry=entry,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise RegistryError(f"{index}: a cell entry lacks or misstates {error}; run `msa-tiles generate`") from error

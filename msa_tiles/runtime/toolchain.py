@@ -58,7 +58,8 @@ def require_nvcc() -> Path:
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
         where = f"CUDA_HOME is {home!r}, which has no bin/nvcc" if home else "nvcc is not on PATH"
         raise ToolchainError(
-            f"compiling a kernel needs nvcc: {where}. Install the CUDA 13.0 toolkit, or `pip install 'msa-tiles[cuda]'`."
+            f"compiling a kernel needs nvcc: {where}. "
+            "Install the CUDA 13.0 toolkit, or `pip install 'msa-tiles[cuda]'`."
         )
     return nvcc
 

@@ -1,0 +1,32 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+FILTERS = ("op", "dsl", "target", "precision")
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Options that narrow a command down to some cells."""
+    for name in FILTERS:
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only cells of this {name}")
+
+
+def filters_of(args: argparse.Namespace) -> dict[str, str | None]:
+    """What was given for them, as keywords of `Registry.select`."""
+    return {name: getattr(args, name) for name in FILTERS}
+
+
+def filter_text(filters: Mapping[str, str | None]) -> str:
+    """The filters as they were typed, for a message."""
+    return " ".join(f"--{name} {value}" for name, value in filters.items() if value is not None)
+
+
+def named_value(text: str) -> tuple[str, int]:
+    """Parse `name=number` for argparse."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER, for example head_dim=128")
+    return name, int(value)

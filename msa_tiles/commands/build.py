@@ -1,0 +1,55 @@
+"""`msa-tiles build`: compile kernels ahead of time. No GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from msa_tiles import console
+from msa_tiles.commands._options import add_filters, filter_text, filters_of
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("build", help="compile kernels into the cache, without a GPU", description=__doc__)
+    add_filters(parser)
+    parser.add_argument("--audit", action="store_true", help="inspect the machine code against plan and target")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from msa_tiles.runtime import audit
+    from msa_tiles.runtime.build import build, ci_jobs
+    from msa_tiles.runtime.cache import Cache
+    from msa_tiles.runtime.compiler import find_compiled, variant_text
+    from msa_tiles.runtime.facts import targets
+    from msa_tiles.runtime.registry import default_registry
+
+    if args.jobs < 1:
+        console.complain(f"msa-tiles build: --jobs is {args.jobs}, wanted at least 1")
+        return 2
+    cells = default_registry().select(**filters_of(args))
+    if not cells:
+        console.complain(f"msa-tiles build: no cell matches {filter_text(filters_of(args)) or 'an empty index'}")
+        return 2
+    jobs, cache = ci_jobs(cells), Cache(args.cache)
+    outcomes = build(jobs, targets(), workers=args.jobs, audited=args.audit, cache=cache)
+    rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
+    bad = 0
+    done = console.progress(len(jobs), "compiling")
+    for outcome, _ in zip(outcomes, done, strict=True):
+        job = outcome.job
+        registers, shared = "", ""
+        entry = find_compiled(job.cell, job.variant, targets()[job.cell.target].arch, cache)
+        if args.audit and entry is not None:
+            functions = audit.measured(entry)["functions"].values()
+            registers = str(max(function["registers"] for function in functions))
+            static = max(function["static_shared_memory"] for function in functions)
+            shared = str(static + max(launch["dynamic_shared_memory"] for launch in entry.meta["kernels"].values()))
+        result = "; ".join(outcome.complaints) or ("audited" if args.audit else "compiled")
+        bad += not outcome.good
+        rows.append((job.cell.id, variant_text(job.variant), f"{outcome.seconds:.1f}", registers, shared, result))
+    console.table([rows[0], *sorted(rows[1:], key=lambda row: row[:2])])
+    console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
+    return 1 if bad else 0

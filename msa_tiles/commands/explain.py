@@ -1,0 +1,76 @@
+"""`msa-tiles explain`: which kernel would serve a call, and why the others would not."""
+
+from __future__ import annotations
+
+import argparse
+
+from msa_tiles import console
+from msa_tiles.commands._options import named_value
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("explain", help="show which kernel serves a call, and why", description=__doc__)
+    parser.add_argument("op", metavar="OP", help="operator, for example sparse_attention")
+    parser.add_argument("--device", help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the first target)")
+    parser.add_argument("--precision", default="bf16", help="precision of the call (default bf16)")
+    parser.add_argument(
+        "--variant",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=named_value,
+        metavar="NAME=N",
+        help="compile-time dims of the call; the rest are those of the M3 shape",
+    )
+    parser.add_argument(
+        "--feature", nargs="+", action="extend", default=[], metavar="NAME", help="what the call needs, such as paged"
+    )
+    parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from msa_tiles.runtime.compiler import find_compiled, variant_text
+    from msa_tiles.runtime.dispatch import decide
+    from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts, targets
+    from msa_tiles.runtime.registry import default_registry
+
+    registry = default_registry()
+    cells = registry.of(args.op)
+    if not cells:
+        known = ", ".join(sorted({cell.op for cell in registry.cells}))
+        console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
+        return 2
+    name = args.device or ("cuda" if torch.cuda.is_available() else cells[0].target)
+    if name in targets():
+        torch_device, device = torch.device("cuda"), target_facts(targets()[name])
+    else:
+        try:
+            torch_device = torch.device(name)
+            device = device_facts(torch_device)
+        except (RuntimeError, AssertionError) as error:
+            console.complain(f"msa-tiles explain: --device {name}: {error}; targets: {', '.join(targets())}")
+            return 2
+    given = dict(args.variant)
+    dims = {dim for cell in cells for dim in cell.variants}
+    if unknown := sorted(given.keys() - dims):
+        console.complain(f"msa-tiles explain: {args.op} has no compile-time dim {unknown[0]}; it has {sorted(dims)}")
+        return 2
+    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, frozenset(args.feature))
+    decision = decide(call, device, registry, args.backend)
+    needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
+    console.say(f"{args.op} on {device}: {args.precision}, {variant_text(call.variant)}{needs}")
+    for candidate in decision.candidates:
+        if candidate.refusal is not None:
+            console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
+            continue
+        entry = find_compiled(candidate.cell, candidate.variant, targets()[candidate.cell.target].arch)
+        state = "compiled already" if entry else "compiled on first use"
+        console.say(f"  {candidate.cell.id}: serves it as {variant_text(candidate.variant)}, {state}")
+    if decision.chosen is None:
+        console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
+        return 1
+    console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
+    return 0
