@@ -101,9 +101,8 @@ def _choose(scores: list[float], topk: int, init_blocks: int, local_blocks: int,
     init = list(range(min(init_blocks, num_blocks)))
     local = [block for block in range(max(num_blocks - local_blocks, 0), num_blocks) if block not in init]
     ranked = [block for block in range(num_blocks) if block not in init and block not in local]
-    ranked.sort(
-        key=lambda block: (math.isnan(scores[block]), 0.0 if math.isnan(scores[block]) else -scores[block], block)
-    )
+    # NaN goes behind every number; it must not take part in a comparison of scores.
+    ranked.sort(key=lambda block: (1, 0.0, block) if math.isnan(scores[block]) else (0, -scores[block], block))
     chosen = (init + local + ranked)[:topk]
     if order == "ascending":
         return sorted(chosen)

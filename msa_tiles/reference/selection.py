@@ -31,9 +31,10 @@ def topk_select(
 ) -> Tensor:
     """The ``topk`` best blocks of each row: int32 [Hkv, T, topk], -1 behind the valid prefix.
 
-    ``score`` [Hi, T, NB], or [T, Hi, NB] when ``layout`` is ``token_major``. A row's valid blocks are those at or before
-    its query's limit (``where`` as in `read_batch`; without key lengths a request has as many keys as queries), or the
-    first ``num_valid_blocks`` (an integer, or int32 [T]), which replaces the rule. Rows past ``cu_seqlens_q[B]`` are -1.
+    ``score`` [Hi, T, NB], or [T, Hi, NB] when ``layout`` is ``token_major``. A row's valid blocks are those at or
+    before its query's limit (``where`` as in `read_batch`; without key lengths a request has as many keys as queries),
+    or the first ``num_valid_blocks`` (an integer, or int32 [T]), which replaces the rule. Rows past
+    ``cu_seqlens_q[B]`` are -1.
     """
     if layout == "token_major":
         score = score.transpose(0, 1)
@@ -64,7 +65,7 @@ def rank_blocks(
     """
     if order not in ORDERS:
         raise ValueError(f"order: {order!r}; wanted one of {', '.join(ORDERS)}")
-    num_heads, rows, width = score.shape
+    rows, width = score.shape[1:]
     score = _reduce_heads(score, num_kv_heads)
     block = torch.arange(width, device=score.device)
     end = valid[:, None]
