@@ -1,0 +1,28 @@
+"""Markers: `gpu` tests run where a Hopper GPU is, `slow` ones can be left out with `pytest -m "not slow"`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+CAPABILITY_MAJOR = 9
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, this machine has none"
+    major, minor = torch.cuda.get_device_capability()
+    if major != CAPABILITY_MAJOR:
+        return f"needs a CUDA device of capability {CAPABILITY_MAJOR}.x, this one has {major}.{minor}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    reason = _why_no_gpu()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))

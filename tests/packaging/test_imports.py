@@ -1,0 +1,98 @@
+"""Imports go one way, and importing the package stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import msa_tiles
+from msa_tiles import paths
+
+PACKAGE = Path(msa_tiles.__file__).parent
+ANYTHING = None
+# What each part of msa_tiles may import, itself aside.
+ALLOWED: dict[str, set[str] | None] = {
+    "__init__": set(),
+    "paths": set(),
+    "console": set(),
+    "spec": set(),
+    "dsl": set(),
+    "quant": set(),
+    "reference": {"quant"},
+    "codegen": {"spec", "paths"},
+    "skeletons": {"dsl"},
+    "runtime": {"spec", "paths"},
+    "ops": {"runtime", "spec", "reference", "quant"},
+    "verify": {"ops", "runtime", "spec", "reference", "quant", "paths"},
+    "demo": ANYTHING,
+    "commands": ANYTHING,
+    "cli": ANYTHING,
+    "__main__": ANYTHING,
+}
+HEAVY = {"torch", "tilelang", "tvm", "tvm_ffi", "cutlass"}
+
+
+def part_of(module: Path) -> str:
+    relative = module.relative_to(PACKAGE).with_suffix("")
+    return "skeletons" if "skeletons" in relative.parts else relative.parts[0]
+
+
+def imported(module: Path) -> Iterator[str]:
+    """Absolute names of everything a file imports, anywhere in it."""
+    package = ["msa_tiles", *module.relative_to(PACKAGE).parent.parts] if module.is_relative_to(PACKAGE) else []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def parts_imported(module: Path) -> set[str]:
+    names = [name.split(".") for name in imported(module)]
+    return {name[1] if len(name) > 1 else "__init__" for name in names if name[0] == "msa_tiles"}
+
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "_generated"))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_part_may(module: Path) -> None:
+    part = part_of(module)
+    assert part in ALLOWED, f"say in ALLOWED what msa_tiles.{part} may import"
+    allowed = ALLOWED[part]
+    if allowed is not ANYTHING:
+        # `from msa_tiles import __version__` names no part.
+        parts = {name for name in parts_imported(module) if (PACKAGE / name).is_dir() or name in ALLOWED}
+        assert parts <= allowed | {part, "__init__"}
+
+
+def test_generated_kernels_import_device_helpers_and_their_dsl_only() -> None:
+    kernels = sorted(paths.generated_dir().rglob("*.py"))
+    assert kernels
+    for kernel in kernels:
+        assert parts_imported(kernel) <= {"dsl"}, kernel
+        assert {name.split(".")[0] for name in imported(kernel)} <= {"msa_tiles", "tilelang", "cutlass"}, kernel
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import msa_tiles", HEAVY),
+        ("import msa_tiles.cli", HEAVY),
+        ("import msa_tiles.spec", HEAVY),
+        ("import msa_tiles.codegen", HEAVY),
+        ("import msa_tiles.runtime", {"tilelang", "tvm", "cutlass"}),
+        ("import msa_tiles.ops", {"tilelang", "tvm", "cutlass"}),
+    ],
+)
+def test_importing_does_not_load_what_it_does_not_need(statement: str, unwanted: set[str]) -> None:
+    code = f"{statement}; import sys; print(*(set(sys.modules) & {unwanted!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
