@@ -23,25 +23,25 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.build import build, ci_jobs
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.compiler import find_compiled, variant_text
-    from msa_tiles.runtime.facts import targets
     from msa_tiles.runtime.registry import default_registry
 
     if args.jobs < 1:
         console.complain(f"msa-tiles build: --jobs is {args.jobs}, wanted at least 1")
         return 2
-    cells = default_registry().select(**filters_of(args))
+    registry = default_registry()
+    cells = registry.select(**filters_of(args))
     if not cells:
         console.complain(f"msa-tiles build: no cell matches {filter_text(filters_of(args)) or 'an empty index'}")
         return 2
     jobs, cache = ci_jobs(cells), Cache(args.cache)
-    outcomes = build(jobs, targets(), workers=args.jobs, audited=args.audit, cache=cache)
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0
     done = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, done, strict=True):
         job = outcome.job
         registers, shared = "", ""
-        entry = find_compiled(job.cell, job.variant, targets()[job.cell.target].arch, cache)
+        entry = find_compiled(job.cell, job.variant, registry.targets[job.cell.target].arch, cache)
         if args.audit and entry is not None:
             functions = audit.measured(entry)["functions"].values()
             registers = str(max(function["registers"] for function in functions))

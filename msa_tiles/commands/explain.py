@@ -11,7 +11,9 @@ from msa_tiles.commands._options import named_value
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("explain", help="show which kernel serves a call, and why", description=__doc__)
     parser.add_argument("op", metavar="OP", help="operator, for example sparse_attention")
-    parser.add_argument("--device", help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the first target)")
+    parser.add_argument(
+        "--device", help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the first target)"
+    )
     parser.add_argument("--precision", default="bf16", help="precision of the call (default bf16)")
     parser.add_argument(
         "--variant",
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles.runtime.compiler import find_compiled, variant_text
     from msa_tiles.runtime.dispatch import decide
-    from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts, targets
+    from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
@@ -44,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
         console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
         return 2
     name = args.device or ("cuda" if torch.cuda.is_available() else cells[0].target)
-    if name in targets():
-        torch_device, device = torch.device("cuda"), target_facts(targets()[name])
+    if name in registry.targets:
+        torch_device, device = torch.device("cuda"), target_facts(registry.targets[name])
     else:
         try:
             torch_device = torch.device(name)
-            device = device_facts(torch_device)
+            device = device_facts(torch_device, registry.targets.values())
         except (RuntimeError, AssertionError) as error:
-            console.complain(f"msa-tiles explain: --device {name}: {error}; targets: {', '.join(targets())}")
+            console.complain(f"msa-tiles explain: --device {name}: {error}; targets: {', '.join(registry.targets)}")
             return 2
     given = dict(args.variant)
     dims = {dim for cell in cells for dim in cell.variants}
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if candidate.refusal is not None:
             console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
             continue
-        entry = find_compiled(candidate.cell, candidate.variant, targets()[candidate.cell.target].arch)
+        entry = find_compiled(candidate.cell, candidate.variant, registry.targets[candidate.cell.target].arch)
         state = "compiled already" if entry else "compiled on first use"
         console.say(f"  {candidate.cell.id}: serves it as {variant_text(candidate.variant)}, {state}")
     if decision.chosen is None:

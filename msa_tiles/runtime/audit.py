@@ -11,9 +11,8 @@ from typing import Any
 
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import Entry
-from msa_tiles.runtime.registry import Cell
-from msa_tiles.spec.expression import Expression
-from msa_tiles.spec.model import Target
+from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.spec import Expression
 
 FORMAT = 1
 # `/*0040*/  @!P0 HGMMA.64x128x16.F32.BF16 …`: an address, perhaps a predicate, then the opcode with its modifiers.
@@ -79,9 +78,9 @@ def _resource_complaints(
     functions: Mapping[str, Mapping[str, int]],
 ) -> list[str]:
     found = []
-    names = {**cell.entry["tile"], **variant}
-    promised_threads = Expression(str(cell.entry["threads"]))(names)
-    promised_shared = Expression(str(cell.entry["shared_memory"]))(names)
+    promised_threads = cell.entry["threads"]
+    names = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits, "threads": promised_threads}
+    promised_shared = Expression(cell.entry["shared_memory"])(names)
     for name, function in functions.items():
         if name not in launches:
             found.append(f"{name} is in the device code but is never launched")

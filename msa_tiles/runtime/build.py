@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from msa_tiles.runtime import audit, toolchain
 from msa_tiles.runtime.cache import Cache
 from msa_tiles.runtime.compiler import CompileError, compile_variant, find_compiled, variant_text
-from msa_tiles.runtime.registry import Cell
-from msa_tiles.spec.model import Target
+from msa_tiles.runtime.registry import Cell, Target
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from msa_tiles.runtime.compiler import compile_variant
-from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, targets
+from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 
@@ -87,7 +87,8 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Cand
     elif misfit:
         refusal = misfit
     elif missing:
-        refusal = f"it does not serve {', '.join(missing)}"
+        why = cell.entry["refuses"]
+        refusal = "it does not serve " + "; ".join(f"{name} ({why[name]})" if name in why else name for name in missing)
     elif call.refusals:
         refusal = "; ".join(call.refusals)
     else:
@@ -121,8 +122,10 @@ def _find(op: str, facts: CallFacts, backend: str) -> Kernel:
     if backend not in BACKENDS or backend == "reference":
         kernels = ", ".join(repr(name) for name in BACKENDS if name != "reference")
         raise ValueError(f"backend is {backend!r}, wanted one of {kernels} for a kernel")
-    decision = decide(facts, device_facts(facts.device), default_registry(), backend)
+    registry = default_registry()
+    decision = decide(facts, device_facts(facts.device, registry.targets.values()), registry, backend)
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant
-    return Kernel(cell, variant, compile_variant(cell, variant, targets()[cell.target].arch), facts.device)
+    entry = compile_variant(cell, variant, registry.targets[cell.target].arch)
+    return Kernel(cell, variant, entry, facts.device)

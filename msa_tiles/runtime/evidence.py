@@ -9,8 +9,7 @@ from typing import Any
 
 from msa_tiles.runtime.build import audit_compiled, ci_jobs
 from msa_tiles.runtime.cache import Cache
-from msa_tiles.runtime.registry import Cell
-from msa_tiles.spec.model import Target
+from msa_tiles.runtime.registry import Cell, Target
 
 VERIFIED = "verified.json"
 FLAGS = ("generated", "compiled", "verified")  # from the weakest to the strongest

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from msa_tiles import paths
-from msa_tiles.spec import load
-from msa_tiles.spec.model import Target
+from msa_tiles.runtime.registry import Target
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class DeviceFacts:
     """One device as dispatch sees it."""
 
     name: str  # product name, or what the user asked `explain` about
-    target: str | None  # the spec that covers it; None when no spec does
+    target: str | None  # the target that covers it; None when none does
     sm_count: int
     capability: tuple[int, int] | None
 
@@ -43,23 +40,16 @@ class CallFacts:
     refusals: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=1)
-def targets() -> Mapping[str, Target]:
-    """The GPU families that the specs describe."""
-    return load(paths.specs_dir()).targets
-
-
-@functools.lru_cache(maxsize=64)
-def device_facts(device: torch.device) -> DeviceFacts:
+def device_facts(device: torch.device, targets: Iterable[Target]) -> DeviceFacts:
     """Facts of a torch device; asking a CUDA device initialises CUDA but does not synchronise."""
     if device.type != "cuda":
         return DeviceFacts(str(device), None, 0, None)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    covering = (target.name for target in targets().values() if target.capability == capability)
+    covering = (target.name for target in targets if target.capability == capability)
     return DeviceFacts(properties.name, next(covering, None), properties.multi_processor_count, capability)
 
 
 def target_facts(target: Target) -> DeviceFacts:
-    """Facts of a GPU family's usual device, for questions asked without that GPU."""
+    """Facts of a GPU family's usual product, for questions asked without that GPU."""
     return DeviceFacts(target.default_device, target.name, target.sm_count, target.capability)

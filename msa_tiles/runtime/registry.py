@@ -25,6 +25,21 @@ class RegistryError(ValueError):
 
 
 @dataclass(frozen=True)
+class Target:
+    """A GPU family: what its kernels are compiled for, and what a block may use."""
+
+    name: str
+    arch: str
+    capability: tuple[int, int]
+    default_device: str
+    sm_count: int  # of the default device
+    shared_memory_per_block: int
+    registers_per_thread: int
+    registers_per_sm: int
+    threads_per_block: int
+
+
+@dataclass(frozen=True)
 class Cell:
     """One generated kernel: an operator on a DSL, a target and a precision. Cells travel to worker processes."""
 
@@ -39,6 +54,7 @@ class Cell:
     variants: Mapping[str, tuple[int, ...]]  # compile-time dim -> supported values, in the spec's order
     capacity: frozenset[str]  # dims whose requested value is rounded up to a supported one
     features: frozenset[str]
+    element_bits: int  # of the precision
     entry: Mapping[str, Any]  # the whole index entry, for readers of workloads, tolerances and audits
 
     @property
@@ -71,10 +87,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Registry:
-    """All cells of one `generated` directory."""
+    """All cells of one `generated` directory, and the targets they are for."""
 
     directory: Path
     cells: tuple[Cell, ...]
+    targets: Mapping[str, Target]
 
     @classmethod
     def read(cls, directory: Path) -> Registry:
@@ -91,7 +108,13 @@ class Registry:
             raise RegistryError(f"{path} is not JSON: {error}; run `msa-tiles generate`") from error
         if not isinstance(document, dict) or document.get("format") != INDEX_FORMAT:
             raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")
-        return cls(directory, tuple(_cell(entry, directory, path) for entry in document["cells"]))
+        try:
+            targets = {name: _target(entry) for name, entry in document["targets"].items()}
+            bits = {name: entry["bits"] for name, entry in document["precisions"].items()}
+            cells = tuple(_cell(entry, directory, bits) for entry in document["cells"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RegistryError(f"{path} lacks or misstates {error}; run `msa-tiles generate`") from error
+        return cls(directory, cells, targets)
 
     def of(self, op: str) -> tuple[Cell, ...]:
         """The cells of one operator."""
@@ -138,25 +161,35 @@ def _helpers_of(path: Path) -> Iterator[Path]:
                 yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists())
 
 
-def _cell(entry: Mapping[str, Any], directory: Path, index: Path) -> Cell:
-    try:
-        variants = {name: tuple(values) for name, values in entry["variants"].items()}
-        return Cell(
-            id=entry["id"],
-            op=entry["op"],
-            dsl=entry["dsl"],
-            target=entry["target"],
-            precision=entry["precision"],
-            mma=entry["mma"],
-            file=directory / entry["file"],
-            digest=entry["digest"],
-            variants=variants,
-            capacity=frozenset(entry["capacity"]),
-            features=frozenset(entry["features"]),
-            entry=entry,
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RegistryError(f"{index}: a cell entry lacks or misstates {error}; run `msa-tiles generate`") from error
+def _target(entry: Mapping[str, Any]) -> Target:
+    major, minor = entry["capability"]
+    limits = ("shared_memory_per_block", "registers_per_thread", "registers_per_sm", "threads_per_block")
+    return Target(
+        name=entry["name"],
+        arch=entry["arch"],
+        capability=(major, minor),
+        default_device=entry["default_device"],
+        sm_count=entry["devices"][entry["default_device"]]["sm_count"],
+        **{limit: entry[limit] for limit in limits},
+    )
+
+
+def _cell(entry: Mapping[str, Any], directory: Path, bits: Mapping[str, int]) -> Cell:
+    return Cell(
+        id=entry["id"],
+        op=entry["op"],
+        dsl=entry["dsl"],
+        target=entry["target"],
+        precision=entry["precision"],
+        mma=entry["mma"],
+        file=directory / entry["file"],
+        digest=entry["digest"],
+        variants={name: tuple(values) for name, values in entry["variants"].items()},
+        capacity=frozenset(entry["capacity"]),
+        features=frozenset(entry["features"]),
+        element_bits=bits[entry["precision"]],
+        entry=entry,
+    )
 
 
 def _import_file(path: Path, name: str) -> Any:

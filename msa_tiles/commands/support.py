@@ -1,0 +1,67 @@
+"""`msa-tiles support`: what exists, and the evidence for it. Printed from files and from nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from msa_tiles import console
+from msa_tiles.commands._options import add_filters, filters_of
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.registry import Cell, Registry
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("support", help="list the kernels and what is known of each", description=__doc__)
+    add_filters(parser)
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from msa_tiles.runtime.registry import default_registry
+
+    registry = default_registry()
+    rows = [describe(cell, registry) for cell in registry.select(**filters_of(args))]
+    if args.json:
+        console.say(json.dumps(rows, indent=1))
+        return 0
+    columns = ("op", "dsl", "target", "precision", "status", "flags", "digest")
+    console.table(
+        [columns, *((*(row[name] for name in columns[:5]), " ".join(row["flags"]), row["digest"]) for row in rows)]
+    )
+    return 0
+
+
+def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
+    """One cell as `support --json` prints it."""
+    from msa_tiles.runtime import evidence
+
+    flags = {
+        "generated": is_generated(cell),
+        "compiled": evidence.is_compiled(cell, registry.targets[cell.target]),
+        "verified": evidence.is_verified(cell, evidence.read_verified(registry.directory)),
+    }
+    return {
+        "op": cell.op,
+        "dsl": cell.dsl,
+        "target": cell.target,
+        "precision": cell.precision,
+        "status": evidence.status(flags),
+        "flags": [flag for flag in evidence.FLAGS if flags[flag]],
+        "file": cell.entry["file"],
+        "digest": cell.digest,
+    }
+
+
+def is_generated(cell: Cell) -> bool:
+    """Whether the kernel file, its helpers and the toolchain pins still have the digest that the index states."""
+    from msa_tiles.codegen.digest import digest_of, recorded_digest
+
+    try:
+        text = cell.file.read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return digest_of(text, cell.dsl) == recorded_digest(text) == cell.digest
