@@ -1,0 +1,31 @@
+"""The command `msa-tiles`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+from collections.abc import Sequence
+
+from msa_tiles import __version__, commands, console
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status: 0, 1 for a failed check, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in pkgutil.iter_modules(commands.__path__):
+        if module.name.startswith("_"):
+            continue
+        importlib.import_module(f"{commands.__name__}.{module.name}").add(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.func(args)
+    except ValueError as error:  # bad specs and bad calls explain themselves in one sentence
+        console.complain(f"msa-tiles: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""Renders a skeleton into the source of one kernel.
+
+A skeleton is valid Python with two kinds of marks:
+
+- jinja2 line statements, `# % if plan.mma == "wgmma"` … `# % endif`;
+- value lines, `STAGES = 4  # <- tile.stages`: the literal is replaced by the value of the path, the mark is dropped.
+
+Both see `plan`, `tile`, `target`, `precision` and `operator`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
+from msa_tiles.spec.source import shown
+
+SKELETONS = Path(__file__).parent / "skeletons"
+
+_MARK = "# <-"
+_VALUE_LINE = re.compile(r"(?P<name>\s*[A-Za-z_]\w*(?:\s*:[^=]+)?\s*=\s*)(?P<literal>\S.*?)\s*# <- (?P<path>[\w.]+)")
+# Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
+_ENVIRONMENT = jinja2.Environment(
+    line_statement_prefix="# %",
+    block_start_string="\x01%",
+    block_end_string="%\x01",
+    variable_start_string="\x01(",
+    variable_end_string=")\x01",
+    comment_start_string="\x01#",
+    comment_end_string="#\x01",
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+    autoescape=False,
+)
+
+
+def render(
+    plan: KernelPlan, operator: Operator, target: Target, precision: Precision, skeletons: Path = SKELETONS
+) -> str:
+    """The kernel's source, without a header. Raises SpecError at the skeleton's or the row's line."""
+    path = skeletons / plan.skeleton
+    if not path.is_file():
+        raise SpecError(plan.where, f"{plan.cell} has no skeleton at {shown(path)}")
+    file = shown(path)
+    tile = _Tile(plan)
+    scope = {"plan": plan, "tile": tile, "target": target, "precision": precision, "operator": operator}
+    source = "".join(_value_lines(path.read_text(encoding="utf-8"), file))
+    try:
+        template = _ENVIRONMENT.from_string(source)
+        text = template.render(**scope, _value=lambda dotted, line: _value(dotted, scope, Location(file, line)))
+    except jinja2.TemplateSyntaxError as error:
+        raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
+    except jinja2.UndefinedError as error:
+        raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
+    formulas = plan.threads_formula.names | plan.shared_memory_formula.names
+    for name in plan.tile:
+        if name not in tile.read and name not in formulas:
+            raise SpecError(plan.where, f"{plan.cell}: tile.{name} is read by neither {file} nor a formula of the row")
+    _check_module(text, plan, file)
+    return text
+
+
+class _Tile(Mapping[str, int]):
+    """The plan's tile sizes; remembers which of them the skeleton read."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self._sizes = plan.tile
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> int:
+        self.read.add(name)
+        return self._sizes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
+def _value_lines(source: str, file: str) -> Iterator[str]:
+    """Turn value lines into jinja expressions that know their line, so that dead branches ask for nothing."""
+    for number, line in enumerate(source.splitlines(keepends=True), start=1):
+        if _MARK not in line:
+            yield line
+            continue
+        match = _VALUE_LINE.fullmatch(line.rstrip("\n"))
+        if match is None or not _is_literal(match["literal"]):
+            raise SpecError(Location(file, number), "a value line must read `NAME = literal  # <- path`")
+        yield f'{match["name"]}\x01( _value("{match["path"]}", {number}) )\x01\n'
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def _value(dotted: str, scope: Mapping[str, Any], where: Location) -> str:
+    value: Any = scope
+    for position, part in enumerate(dotted.split(".")):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif not part.startswith("_") and hasattr(value, part) and position > 0 and not isinstance(value, Mapping):
+            value = getattr(value, part)
+        else:
+            raise SpecError(where, f"{dotted!r} has no value: {part!r} is unknown")
+    literal = _literal(value)
+    if literal is None:
+        raise SpecError(where, f"{dotted!r} is a {type(value).__name__}, which has no literal")
+    return literal
+
+
+def _literal(value: Any) -> str | None:
+    """Python source of a value, written as the formatter would write it."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value) if '"' in value else '"' + repr(value)[1:-1].replace("\\'", "'") + '"'
+    if isinstance(value, tuple | list):
+        items = [_literal(item) for item in value]
+        if None in items:
+            return None
+        return "(" + ", ".join(map(str, items)) + ("," if len(items) == 1 else "") + ")"
+    if isinstance(value, Mapping):
+        pairs = [(_literal(key), _literal(item)) for key, item in value.items()]
+        return None if any(None in pair for pair in pairs) else "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"
+    return None
+
+
+def _template_line(error: Exception) -> int:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return lines[-1] or 1 if lines else 1
+
+
+def _check_module(text: str, plan: KernelPlan, file: str) -> None:
+    """The kernel module keeps its contract: a function named like the operator, one keyword for each variant dim."""
+    try:
+        module = ast.parse(text)
+    except SyntaxError as error:
+        raise SpecError(Location(file, 1), f"{plan.cell} renders to invalid Python: {error.msg}") from error
+    if not ast.get_docstring(module):
+        raise SpecError(Location(file, 1), "the skeleton has no module docstring")
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == plan.op:
+            arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            if sorted(arguments) != sorted(plan.variants):
+                wanted = ", ".join(plan.variants) or "nothing"
+                raise SpecError(Location(file, 1), f"{plan.op} takes {', '.join(arguments)}; it must take {wanted}")
+            return
+    raise SpecError(Location(file, 1), f"the skeleton defines no top-level function {plan.op}")

@@ -1,0 +1,87 @@
+"""`index.json`: what the runtime, the verification grid and the benchmarks know without reading a spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.spec import Expression, Location, Operator, Specs, Workload
+
+FORMAT = 1
+_WIDTH = 240  # a workload fits
+
+
+def index(specs: Specs, plans: Sequence[KernelPlan], digests: Mapping[str, str]) -> dict[str, Any]:
+    """The index of these plans; `digests` is by cell."""
+    return {
+        "format": FORMAT,
+        "targets": {name: _plain(target) for name, target in specs.targets.items()},
+        "precisions": {name: _plain(precision) for name, precision in specs.precisions.items()},
+        "cells": [_cell(plan, specs.operators[plan.op], digests[plan.cell]) for plan in plans],
+    }
+
+
+def _cell(plan: KernelPlan, operator: Operator, digest: str) -> dict[str, Any]:
+    return {
+        "id": plan.cell,
+        "op": plan.op,
+        "dsl": plan.dsl,
+        "target": plan.target,
+        "precision": plan.precision,
+        "mma": plan.mma,
+        "compute": plan.compute,
+        "file": plan.file,
+        "digest": digest,
+        "summary": operator.summary,
+        "variants": _plain(plan.variants),
+        "capacity": list(plan.capacity),
+        "ci": _plain(plan.ci),
+        "tile": _plain(plan.tile),
+        "threads": str(plan.threads_formula),
+        "shared_memory": str(plan.shared_memory_formula),
+        "expect": list(plan.expected_opcodes),
+        "forbid": list(plan.forbidden_opcodes),
+        "features": list(plan.features),
+        "refuses": {name: why for name, why in operator.features.items() if name not in plan.features},
+        "tolerance": _plain(operator.tolerance[plan.precision]),
+        "roofline": _plain(operator.roofline),
+        "workloads": {
+            "verify": [_workload(workload) for workload in operator.verify],
+            "bench": [_workload(workload) for workload in operator.bench],
+        },
+    }
+
+
+def _workload(workload: Workload) -> dict[str, Any]:
+    return _plain(workload)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it; where something was declared is no part of what it is."""
+    if isinstance(value, Expression):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _plain(item) for name, item in fields if not isinstance(item, Location)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON in which whatever fits stands on one line, so that a changed workload is one changed line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or len(indent) + len(flat) <= _WIDTH:
+        return flat
+    inner = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key, ensure_ascii=False)}: {dumps(item, inner)}" for key, item in value.items()]
+    else:
+        parts = [dumps(item, inner) for item in value]
+    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return opening + "\n" + ",\n".join(inner + part for part in parts) + "\n" + indent + closing

@@ -1,0 +1,157 @@
+"""Every decision about a kernel, made once: a row of a spec becomes a frozen plan, or an error at that row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from msa_tiles.spec import (
+    Expression,
+    ExpressionError,
+    KernelRow,
+    Location,
+    Operator,
+    Point,
+    Precision,
+    SpecError,
+    Specs,
+    Target,
+)
+from msa_tiles.spec.model import frozen
+from msa_tiles.spec.work import describe
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What one cell's kernel is: sizes, roles, how it multiplies and copies, and what its machine code must show."""
+
+    cell: str
+    op: str
+    dsl: str
+    target: str
+    precision: str
+    compute: str
+    mma: str
+    tile: Mapping[str, int]
+    threads_formula: Expression
+    shared_memory_formula: Expression
+    registers_formula: Expression | None  # None: left to the compiler
+    expected_opcodes: tuple[str, ...]
+    forbidden_opcodes: tuple[str, ...]
+    variants: Mapping[str, tuple[int, ...]]
+    capacity: tuple[str, ...]
+    ci: tuple[Point, ...]
+    features: tuple[str, ...]
+    where: Location = field(compare=False)
+
+    @property
+    def file(self) -> str:
+        """Path of the generated kernel, below the directory of generated files."""
+        return f"{self.dsl}/{self.target}/{self.op}_{self.precision}.py"
+
+    @property
+    def skeleton(self) -> str:
+        """Path of the skeleton, below the directory of skeletons."""
+        return f"{self.dsl}/{self.mma}/{self.op}.py"
+
+    def threads(self, variant: Point) -> int:
+        """Threads of a block of this variant."""
+        return int(self.threads_formula({**self.tile, **variant}))
+
+    def shared_memory(self, variant: Point) -> int:
+        """Bytes of shared memory that a block of this variant takes."""
+        return int(self.shared_memory_formula({**self.tile, **variant}))
+
+    def registers(self, variant: Point) -> int:
+        """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
+        return int(self.registers_formula({**self.tile, **variant})) if self.registers_formula else 0
+
+    def points(self) -> Iterator[dict[str, int]]:
+        """Every variant that the cell declares."""
+        for values in itertools.product(*self.variants.values()):
+            yield dict(zip(self.variants, values, strict=True))
+
+
+def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
+    """Why `target` cannot run this variant of the plan, as a sentence, or None."""
+    if variant.keys() != plan.variants.keys():
+        return f"a variant of {plan.cell} has the dims {', '.join(plan.variants) or 'none'}, not {', '.join(variant)}"
+    for name, value in variant.items():
+        if value not in plan.variants[name]:
+            return f"{name} {value} is none of {', '.join(map(str, plan.variants[name]))}"
+    group, threads = target.mma[plan.mma].thread_group, plan.threads(variant)
+    at = f"at {describe(variant)}" if variant else "in all"
+    if threads < group or threads % group:
+        return f"{threads} threads {at} are no multiple of {group}, as {plan.mma} on {target.name} wants"
+    for what, amount, limit in (
+        ("threads", threads, target.threads_per_block),
+        ("bytes of shared memory", plan.shared_memory(variant), target.shared_memory_per_block),
+        ("registers", plan.registers(variant), target.registers_per_sm),
+    ):
+        if amount > limit:
+            return f"{amount} {what} {at} exceed the {limit} that a block can have on {target.name}"
+    return None
+
+
+def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Precision) -> KernelPlan:
+    """The plan of one row. Raises SpecError when a declared variant of it is illegal."""
+    kind = target.mma[row.mma]
+    copies = itertools.chain.from_iterable(target.copy[engine] for engine in row.copy)
+    plan = KernelPlan(
+        cell=f"{operator.name}.{row.dsl}.{row.target}.{row.precision}",
+        op=operator.name,
+        dsl=row.dsl,
+        target=row.target,
+        precision=row.precision,
+        compute=row.compute,
+        mma=row.mma,
+        tile=row.tile,
+        threads_formula=row.threads,
+        shared_memory_formula=row.shared_memory,
+        registers_formula=row.registers,
+        expected_opcodes=tuple(dict.fromkeys((*kind.elements[row.compute], *copies, *row.expect))),
+        forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
+        variants=frozen({name: operator.values(name) for name in operator.variants.names}),
+        capacity=operator.variants.capacity,
+        ci=operator.variants.ci,
+        features=row.features,
+        where=row.where,
+    )
+    for variant in plan.points():
+        try:
+            refusal = illegal(plan, target, variant)
+        except ExpressionError as error:
+            raise SpecError(row.where, f"{plan.cell}: {error}") from error
+        if refusal:
+            raise SpecError(row.where, f"{plan.cell}: {refusal}")
+    return plan
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cells a command is about; an empty field means all."""
+
+    ops: Collection[str] = ()
+    dsls: Collection[str] = ()
+    targets: Collection[str] = ()
+    precisions: Collection[str] = ()
+
+    @property
+    def everything(self) -> bool:
+        return not (self.ops or self.dsls or self.targets or self.precisions)
+
+    def holds(self, cell: str) -> bool:
+        parts = cell.split(".")
+        wanted = (self.ops, self.dsls, self.targets, self.precisions)
+        return all(not names or part in names for part, names in zip(parts, wanted, strict=True))
+
+
+def plans(specs: Specs) -> list[KernelPlan]:
+    """The plan of every row of every operator, ordered by cell."""
+    found = [
+        plan_row(row, operator, specs.targets[row.target], specs.precisions[row.precision])
+        for operator in specs.operators.values()
+        for row in operator.kernels
+    ]
+    return sorted(found, key=lambda plan: plan.cell)

@@ -1,0 +1,125 @@
+"""Writes what the specs declare, touching only what changed, or tells how the disk differs from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msa_tiles.codegen.contract import header
+from msa_tiles.codegen.digest import PACKAGE, digest_of, recorded_digest
+from msa_tiles.codegen.emit import SKELETONS, render
+from msa_tiles.codegen.index import dumps, index
+from msa_tiles.codegen.plan import KernelPlan, Selection, plans
+from msa_tiles.codegen.toolchain import PINS
+from msa_tiles.spec import Specs, load
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Everything the specs ask for, in memory: files by path below the output directory, and the index."""
+
+    plans: tuple[KernelPlan, ...]
+    files: Mapping[str, str]
+    index: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Changes:
+    written: tuple[str, ...]
+    deleted: tuple[str, ...]
+    unchanged: int
+
+
+def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) -> Generated:
+    """Render every cell. Same specs, same bytes. Raises SpecError."""
+    files: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    all_plans = plans(specs)
+    for plan in all_plans:
+        operator, precision = specs.operators[plan.op], specs.precisions[plan.precision]
+        body = render(plan, operator, specs.targets[plan.target], precision, skeletons)
+        digests[plan.cell] = digest_of(body, plan.dsl, package)
+        files[plan.file] = header(plan, operator, precision, digests[plan.cell]) + body
+    return Generated(tuple(all_plans), files, index(specs, all_plans, digests))
+
+
+def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
+    """Load the specs and bring `out` up to date with them. Raises SpecError before anything is written."""
+    return write(produce(load(specs_dir)), out, selection)
+
+
+def write(generated: Generated, out: Path, selection: Selection | None = None) -> Changes:
+    """Bring `out` up to date. Only a run over all cells deletes orphans."""
+    selection = selection or Selection()
+    wanted = _wanted(generated, out, selection)
+    changed = [path for path, text in wanted.items() if _read(out / path) != text]
+    for path in changed:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_text(wanted[path], encoding="utf-8", newline="\n")
+    deleted = _orphans(generated, out) if selection.everything else []
+    for path in deleted:
+        (out / path).unlink()
+    return Changes(tuple(changed), tuple(deleted), len(wanted) - len(changed))
+
+
+def drift(generated: Generated, out: Path, selection: Selection | None = None) -> list[str]:
+    """One sentence for each file of `out` that is not what the specs say; empty when all is well."""
+    selection = selection or Selection()
+    found = []
+    for path, text in _wanted(generated, out, selection).items():
+        present = _read(out / path)
+        if present is None:
+            found.append(f"{path} is missing")
+        elif present != text and path == INDEX:
+            found.append(f"{path} is not what the specs declare")
+        elif present != text:
+            dsl = path.split("/")[0]
+            by_hand = recorded_digest(present) != _digest_or_none(present, dsl)
+            found.append(f"{path} was edited by hand" if by_hand else f"{path} is not what its spec and skeleton say")
+    if selection.everything:
+        found += [f"{path} is an orphan: no spec asks for it" for path in _orphans(generated, out)]
+    return found
+
+
+def _wanted(generated: Generated, out: Path, selection: Selection) -> dict[str, str]:
+    chosen = {plan.file: generated.files[plan.file] for plan in generated.plans if selection.holds(plan.cell)}
+    return chosen | {INDEX: dumps(_merged_index(generated, out, selection)) + "\n"}
+
+
+def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapping[str, Any]:
+    """The new index; cells outside the selection keep their present entry, because their files stay as they are."""
+    if selection.everything:
+        return generated.index
+    present = json.loads(_read(out / INDEX) or '{"cells": []}')
+    kept = {cell["id"]: cell for cell in present["cells"]}
+    cells = [
+        cell if selection.holds(cell["id"]) else kept[cell["id"]]
+        for cell in generated.index["cells"]
+        if selection.holds(cell["id"]) or cell["id"] in kept
+    ]
+    return {**generated.index, "cells": cells}
+
+
+def _orphans(generated: Generated, out: Path) -> list[str]:
+    present = (path for dsl in PINS for path in sorted((out / dsl).rglob("*")) if path.is_file())
+    names = (path.relative_to(out).as_posix() for path in present if "__pycache__" not in path.parts)
+    return [name for name in names if name not in generated.files]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _digest_or_none(text: str, dsl: str) -> str | None:
+    try:
+        return digest_of(text, dsl)
+    except SyntaxError:
+        return None

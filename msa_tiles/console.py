@@ -1,0 +1,57 @@
+"""The only place that writes to the terminal: results to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import TypeVar
+
+Item = TypeVar("Item")
+_SECONDS_BETWEEN_LINES = 5.0  # a log file gets a line now and then, a terminal one line that is redrawn
+
+
+def say(text: str = "") -> None:
+    """Write one line of a command's result."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def complain(text: str) -> None:
+    """Write one line about what went wrong."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
+    """Yield `items` (or `range(items)`) while telling stderr how far it has come."""
+    iterable: Iterable = range(items) if isinstance(items, int) else items
+    total = len(iterable) if isinstance(iterable, Sized) else None
+    terminal = sys.stderr.isatty()
+    started = last = time.monotonic()
+    done = 0
+
+    def report(end: str) -> None:
+        count = f"{done}/{total}" if total is not None else str(done)
+        line = f"{label}: {count}, {time.monotonic() - started:.1f} s"
+        sys.stderr.write(f"\r{line}\x1b[K{end}" if terminal else line + "\n")
+        sys.stderr.flush()
+
+    try:
+        for item in iterable:
+            yield item
+            done += 1
+            now = time.monotonic()
+            if now - last >= (0.1 if terminal else _SECONDS_BETWEEN_LINES):
+                last = now
+                report("")
+    finally:
+        report("\n")
+
+
+def table(rows: Sequence[Sequence[object]]) -> None:
+    """Write rows as left-aligned columns; the first row is the heading."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,220 @@
+"""Reads `operators/*.yaml`: the contract, then the kernels wanted."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from msa_tiles.spec.expression import Expression, ExpressionError
+from msa_tiles.spec.hardware import read_opcodes
+from msa_tiles.spec.model import (
+    DSLS,
+    POSITION_DIMS,
+    STRIDES,
+    KernelRow,
+    Operator,
+    Parameter,
+    Roofline,
+    Tensor,
+    Variants,
+    frozen,
+)
+from msa_tiles.spec.source import Node
+from msa_tiles.spec.work import QUANTITIES, describe
+from msa_tiles.spec.workloads import parameter_value, read_workloads
+
+DTYPES = ("bfloat16", "float32", "int32")
+PRECISION_DTYPES = ("precision.query", "precision.storage", "precision.output")
+PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
+
+
+def read_operator(root: Node, file_stem: str) -> Operator:
+    keys = root.fields(
+        ("op", "summary", "reference", "dims", "inputs", "outputs", "roofline", "tolerance", "workloads", "kernels"),
+        optional=("parameters", "features", "rules", "variants"),
+    )
+    if (name := keys["op"].string()) != file_stem:
+        raise keys["op"].error(f"op is {name!r} in a file named {file_stem}.yaml")
+    dims = _dims(keys["dims"])
+    inputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["inputs"].entries().items()}
+    outputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["outputs"].entries().items()}
+    parameters = {}
+    if "parameters" in keys:
+        parameters = {p: _parameter(p, node, dims) for p, node in keys["parameters"].entries().items()}
+    variants = _variants(keys.get("variants"), dims, keys["dims"])
+    rules = tuple(_expression(rule, dims) for rule in keys["rules"].items()) if "rules" in keys else ()
+    roofline_keys = keys["roofline"].fields(("flops", "bytes"))
+    roofline = Roofline(
+        flops=_expression(roofline_keys["flops"], (*dims, *QUANTITIES)),
+        bytes=_expression(roofline_keys["bytes"], (*dims, *QUANTITIES)),
+    )
+    _check_dims_are_used(keys["dims"], dims, [*inputs.values(), *outputs.values()], rules, roofline, parameters)
+    verify, bench = read_workloads(keys["workloads"], dims, parameters, inputs, variants)
+    features = {}
+    if "features" in keys:
+        features = {feature: node.string() for feature, node in keys["features"].entries().items()}
+    return Operator(
+        name=name,
+        summary=keys["summary"].string(),
+        reference=keys["reference"].string(),
+        dims=frozen(dims),
+        inputs=frozen(inputs),
+        outputs=frozen(outputs),
+        parameters=frozen(parameters),
+        features=frozen(features),
+        rules=rules,
+        variants=variants,
+        verify=verify,
+        bench=bench,
+        roofline=roofline,
+        tolerance=frozen({p: _tolerance(node, outputs) for p, node in keys["tolerance"].entries().items()}),
+        kernels=tuple(_row(node, variants, features, name) for node in keys["kernels"].items()),
+        where=root.where,
+    )
+
+
+def _dims(node: Node) -> dict[str, tuple[int, ...] | Expression | None]:
+    dims: dict[str, tuple[int, ...] | Expression | None] = {}
+    entries = node.entries()
+    for name, value in entries.items():
+        if name in QUANTITIES:
+            raise value.error(f"dim {name!r} has the name of a roofline quantity")
+        if value.is_list():
+            dims[name] = value.integers(minimum=1)
+            if not dims[name]:
+                raise value.error(f"dim {name!r} must list at least one value, or be runtime")
+        elif value.string() == "runtime":
+            dims[name] = None
+        elif name in POSITION_DIMS:
+            raise value.error(f"dim {name!r} follows from a call's lengths: write runtime")
+        else:
+            dims[name] = _expression(value, [other for other in entries if other != name])
+    return dims
+
+
+def _expression(node: Node, known: Any) -> Expression:
+    value = node.scalar()
+    try:
+        expression = Expression(str(node.integer(minimum=0)) if isinstance(value, int) else node.string())
+    except ExpressionError as error:
+        raise node.error(f"{node.name}: {error}") from error
+    if unknown := sorted(expression.names - set(known)):
+        raise node.error(f"{node.name} uses {', '.join(unknown)}; known names: {', '.join(known)}")
+    return expression
+
+
+def _tensor(name: str, node: Node, dims: Any) -> Tensor:
+    keys = node.fields(("shape", "dtype"), optional=("strides", "optional", "pad", "note"))
+    dtype = keys["dtype"].string((*DTYPES, *PRECISION_DTYPES))
+    return Tensor(
+        name=name,
+        shape=tuple(_expression(item, dims) for item in keys["shape"].items()),
+        dtype=dtype,
+        strides=keys["strides"].string(STRIDES) if "strides" in keys else "contiguous",
+        optional=keys["optional"].boolean() if "optional" in keys else False,
+        pad=keys["pad"].integer() if "pad" in keys else None,
+        note=keys["note"].string() if "note" in keys else "",
+        where=node.where,
+    )
+
+
+def _parameter(name: str, node: Node, dims: Any) -> Parameter:
+    keys = node.fields(("type",), optional=("default", "choices"))
+    kind = keys["type"].string(PARAMETER_TYPES)
+    if kind == "dim" and name not in dims:
+        raise node.error(f"parameter {name!r} has type dim, but the operator has no such dim")
+    if kind != "dim" and name in dims:
+        raise node.error(f"parameter {name!r} is a dim: its type must be dim")
+    if (kind == "choice") != ("choices" in keys):
+        raise node.error(f"parameter {name!r} needs `choices` exactly when its type is choice")
+    choices = keys["choices"].strings() if "choices" in keys else ()
+    default = None
+    if "default" in keys:
+        default = None if keys["default"].scalar() is None else parameter_value(keys["default"], kind, choices)
+    return Parameter(name, kind, "default" not in keys, default, choices, node.where)
+
+
+def _variants(node: Node | None, dims: dict[str, Any], dims_node: Node) -> Variants:
+    listed = [name for name, values in dims.items() if isinstance(values, tuple)]
+    if node is None:
+        if listed:
+            raise dims_node.error(f"dims {', '.join(listed)} list values, so the operator needs `variants`")
+        return Variants((), (), (frozen({}),))
+    keys = node.fields(("ci",), optional=("exact", "capacity"))
+    exact = keys["exact"].strings(listed) if "exact" in keys else ()
+    capacity = keys["capacity"].strings(listed) if "capacity" in keys else ()
+    names = (*exact, *capacity)
+    if len(set(names)) != len(names) or set(names) != set(listed):
+        raise node.error(f"variants must name each of {', '.join(listed)} once, under exact or capacity")
+    points = []
+    for item in keys["ci"].items():
+        fields = item.fields(names)
+        point = {name: fields[name].integer() for name in names}
+        for name, value in point.items():
+            if value not in dims[name]:
+                raise fields[name].error(f"{name} {value} is none of its values {', '.join(map(str, dims[name]))}")
+        if point in points:
+            raise item.error(f"the point {describe(point)} stands twice in variants.ci")
+        points.append(point)
+    _check_pairwise(keys["ci"], names, dims, points)
+    return Variants(exact, capacity, tuple(frozen(point) for point in points))
+
+
+def _check_pairwise(node: Node, names: tuple[str, ...], dims: dict[str, Any], points: list[dict[str, int]]) -> None:
+    first = {name: dims[name][0] for name in names}
+    if not points or points[0] != first:
+        raise node.error(f"variants.ci must begin with the first value of each dim: {describe(first)}")
+    for count in (1, 2):
+        for chosen in itertools.combinations(names, count):
+            for values in itertools.product(*(dims[name] for name in chosen)):
+                wanted = dict(zip(chosen, values, strict=True))
+                if not any(wanted.items() <= point.items() for point in points):
+                    raise node.error(f"no point of variants.ci has {describe(wanted)}; every pair of values must meet")
+
+
+def _check_dims_are_used(node: Node, dims: Any, tensors: Any, rules: Any, roofline: Roofline, parameters: Any) -> None:
+    used = set(parameters) | roofline.flops.names | roofline.bytes.names
+    for expression in (*rules, *(entry for tensor in tensors for entry in tensor.shape)):
+        used |= expression.names
+    for value in dims.values():
+        used |= value.names if isinstance(value, Expression) else set()
+    for name, entry in node.entries().items():
+        if name not in used and not isinstance(dims[name], tuple):  # compile-time dims reach the kernel anyway
+            raise entry.error(f"dim {name!r} is used by no shape, rule, parameter or roofline")
+
+
+def _tolerance(node: Node, outputs: Any) -> Any:
+    keys = node.fields(outputs)
+    return frozen({name: keys[name].number(minimum=0) for name in outputs})
+
+
+def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
+    keys = node.fields(
+        ("dsl", "target", "precision", "compute", "mma", "tile", "threads", "shared_memory"),
+        optional=("copy", "registers", "expect", "features"),
+    )
+    tile_keys = keys["tile"].entries()
+    for name, value in tile_keys.items():
+        if name in variants.names:
+            raise value.error(f"tile name {name!r} is also a compile-time dim of {op}")
+    sizes = (*tile_keys, *variants.names)
+    if "features" in keys:
+        for item in keys["features"].items():
+            if (feature := item.string()) not in features:
+                raise item.error(f"feature {feature!r} is none of those {op} declares: {', '.join(features)}")
+    return KernelRow(
+        dsl=keys["dsl"].string(DSLS),
+        target=keys["target"].string(),
+        precision=keys["precision"].string(),
+        compute=keys["compute"].string(),
+        mma=keys["mma"].string(),
+        copy=keys["copy"].strings() if "copy" in keys else (),
+        tile=frozen({name: value.integer(minimum=0) for name, value in tile_keys.items()}),
+        threads=_expression(keys["threads"], sizes),
+        shared_memory=_expression(keys["shared_memory"], sizes),
+        registers=_expression(keys["registers"], sizes) if "registers" in keys else None,
+        expect=read_opcodes(keys["expect"]) if "expect" in keys else (),
+        features=keys["features"].strings() if "features" in keys else (),
+        where=node.where,
+        key_lines=frozen({key: value.where for key, value in keys.items()}),
+    )

@@ -1,0 +1,120 @@
+"""Small arithmetic over named integers: shapes, rules, shared-memory sizes and rooflines in the specs."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+_BINARY: dict[type, Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type, Callable] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS: dict[str, Callable] = {"min": min, "max": max, "ceildiv": lambda a, b: -(-a // b)}
+
+
+class ExpressionError(ValueError):
+    """The text is no arithmetic that a spec may hold, or a name in it has no value."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed expression: `Expression("4 * rows")({"rows": 8}) == 32`.
+
+    Numbers, names, `+ - * / // %`, comparisons, `and`, `or`, `not`, `a if b else c`, `min`, `max` and `ceildiv` are
+    allowed; everything else is refused when the expression is made.
+    """
+
+    source: str
+
+    def __post_init__(self) -> None:
+        nodes = list(ast.walk(_parse(self.source)))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
+            _check(node, self.source)
+            if isinstance(node, ast.Name) and node.id in _FUNCTIONS and id(node) not in called:
+                raise ExpressionError(f"{self.source!r} uses the function {node.id} as a number")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return _names(self.source)
+
+    def __call__(self, values: Mapping[str, int | float]) -> int | float:
+        missing = sorted(self.names - values.keys())
+        if missing:
+            raise ExpressionError(f"{self.source!r} needs a value for {', '.join(missing)}")
+        try:
+            return _evaluate(_parse(self.source), values)
+        except ZeroDivisionError as error:
+            raise ExpressionError(f"{self.source!r} divides by zero") from error
+
+    def __str__(self) -> str:
+        return self.source
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(source: str) -> ast.expr:
+    try:
+        return ast.parse(source.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ExpressionError(f"{source!r} is not an expression") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(source: str) -> frozenset[str]:
+    found = {node.id for node in ast.walk(_parse(source)) if isinstance(node, ast.Name)}
+    return frozenset(found - _FUNCTIONS.keys())
+
+
+def _check(node: ast.AST, source: str) -> None:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return
+    if isinstance(node, ast.Call):
+        known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        if known and node.args and not node.keywords and not any(isinstance(a, ast.Starred) for a in node.args):
+            return
+    plain = (ast.Name, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.IfExp, ast.expr_context)
+    symbols = (*_BINARY, *_COMPARE, ast.And, ast.Or, ast.Not, ast.USub)
+    if not isinstance(node, plain + symbols):
+        what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        raise ExpressionError(f"{source!r} holds {what!r}, which specs may not use")
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, int | float]) -> int | float:
+    match node:
+        case ast.Constant():
+            return node.value  # type: ignore[return-value]  # _check let only numbers through
+        case ast.Name():
+            return values[node.id]
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values))
+        case ast.UnaryOp(op=ast.Not()):
+            return not _evaluate(node.operand, values)
+        case ast.UnaryOp():
+            return -_evaluate(node.operand, values)
+        case ast.IfExp():
+            return _evaluate(node.body if _evaluate(node.test, values) else node.orelse, values)
+        case ast.BoolOp(op=ast.And()):
+            return all(_evaluate(value, values) for value in node.values)
+        case ast.BoolOp():
+            return any(_evaluate(value, values) for value in node.values)
+        case ast.Call():
+            return _FUNCTIONS[ast.unparse(node.func)](*(_evaluate(argument, values) for argument in node.args))
+        case ast.Compare():
+            terms = [_evaluate(term, values) for term in (node.left, *node.comparators)]
+            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, terms[:-1], terms[1:], strict=True))
+    raise AssertionError(node)

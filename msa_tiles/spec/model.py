@@ -1,0 +1,226 @@
+"""What the specs declare, as frozen dataclasses that know their file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from msa_tiles.spec.expression import Expression
+from msa_tiles.spec.source import Location
+
+DSLS = ("tilelang", "cutedsl")
+WIDE_ELEMENTS = ("float32", "int32")  # every stored element widens to one of them exactly, so no precision lists them
+POSITION_DIMS = ("total_q", "total_k", "num_sequences", "max_blocks")  # they follow from a call's lengths
+STRIDES = ("any", "unit_last", "contiguous")
+Point = Mapping[str, int]  # one value for each compile-time dim
+
+
+def frozen(mapping: Mapping) -> Mapping:
+    return MappingProxyType(dict(mapping))
+
+
+@dataclass(frozen=True)
+class Device:
+    """One product of a target's family, with the numbers that rooflines and grid sizes need."""
+
+    name: str
+    sm_count: int
+    memory_gb_per_s: float
+    peak_tflops: Mapping[str, float]  # by element
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class MmaKind:
+    """One way to multiply on a target, and what its machine code must and must not show."""
+
+    name: str
+    thread_group: int  # the threads of a block come in multiples of this
+    elements: Mapping[str, tuple[str, ...]]  # element it multiplies natively -> opcodes to find
+    forbid: tuple[str, ...]
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU family."""
+
+    name: str
+    summary: str
+    arch: str
+    capability: tuple[int, int]
+    devices: Mapping[str, Device]
+    default_device: str
+    shared_memory_per_block: int
+    shared_memory_per_sm: int
+    registers_per_thread: int
+    registers_per_sm: int
+    threads_per_block: int
+    tensor_memory_columns: int
+    mma: Mapping[str, MmaKind]
+    copy: Mapping[str, tuple[str, ...]]  # copy engine -> opcodes to find
+    forbid: tuple[str, ...]
+    where: Location = field(compare=False)
+
+    @property
+    def sm_count(self) -> int:
+        return self.devices[self.default_device].sm_count
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales stored beside quantised values."""
+
+    dtype: str
+    per: tuple[str, ...]  # granularities: tensor, head, token_head, group
+    group: int  # values along the head dim that share one scale; 0 when scales do not run along it
+    global_dtype: str | None
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How tensors are stored, and in which elements they may be multiplied."""
+
+    name: str
+    summary: str
+    element: str
+    bits: int
+    storage: str  # dtype of the tensor that holds the elements
+    packed: int  # elements in one value of `storage`
+    scale: Scale | None
+    compute: tuple[str, ...]
+    query: tuple[str, ...]  # dtypes a query may have above this storage
+    output: str
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the contract. `dtype` is a dtype, or `precision.<field>` until a precision resolves it."""
+
+    name: str
+    shape: tuple[Expression, ...]
+    dtype: str
+    strides: str
+    optional: bool
+    pad: int | None  # the value that means "nothing here"
+    note: str
+    where: Location = field(compare=False)
+
+    def resolve_dtype(self, precision: Precision) -> str:
+        if not self.dtype.startswith("precision."):
+            return self.dtype
+        value = getattr(precision, self.dtype.removeprefix("precision."))
+        return value if isinstance(value, str) else value[0]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument that is no tensor. `type` is bool, int, float, dim or choice."""
+
+    name: str
+    type: str
+    required: bool
+    default: Any
+    choices: tuple[str, ...]
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The dims a kernel is compiled for, and the points at which continuous integration compiles it."""
+
+    exact: tuple[str, ...]  # a call must have one of the dim's values
+    capacity: tuple[str, ...]  # a call's value is rounded up to the next of the dim's values
+    ci: tuple[Point, ...]  # the M3 shape first, then a set in which every pair of values meets
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.exact + self.capacity
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call shape on which kernels are checked or timed."""
+
+    label: str
+    sequences: tuple[tuple[int, int], ...]  # (queries, keys) of each request
+    dims: Mapping[str, int]  # runtime dims, and compile-time dims where they differ from the M3 point
+    parameters: Mapping[str, Any]
+    values: str  # normal | integer
+    selection: str | None  # uniform | sticky, for operators that read block ids
+    points: str  # m3 | ci: the compile-time points it runs at
+    where: Location = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    flops: Expression
+    bytes: Expression
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel wanted: one cell, one generated file."""
+
+    dsl: str
+    target: str
+    precision: str
+    compute: str
+    mma: str
+    copy: tuple[str, ...]
+    tile: Mapping[str, int]
+    threads: Expression
+    shared_memory: Expression  # bytes of a block
+    registers: Expression | None  # of a block, where the kernel sets them itself
+    expect: tuple[str, ...]  # opcodes to find besides those of mma and copy
+    features: tuple[str, ...]
+    where: Location = field(compare=False)
+    key_lines: Mapping[str, Location] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The contract of one operator, then the kernels wanted for it."""
+
+    name: str
+    summary: str
+    reference: str
+    dims: Mapping[str, tuple[int, ...] | Expression | None]  # compile-time values | follows from others | free
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    parameters: Mapping[str, Parameter]
+    features: Mapping[str, str]
+    rules: tuple[Expression, ...]
+    variants: Variants
+    verify: tuple[Workload, ...]
+    bench: tuple[Workload, ...]
+    roofline: Roofline
+    tolerance: Mapping[str, Mapping[str, float]]  # precision -> output -> largest absolute error ever accepted
+    kernels: tuple[KernelRow, ...]
+    where: Location = field(compare=False)
+
+    @property
+    def m3(self) -> Point:
+        return self.variants.ci[0]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.inputs.values()
+        yield from self.outputs.values()
+
+    def values(self, dim: str) -> tuple[int, ...]:
+        """The values a compile-time dim is compiled for."""
+        found = self.dims[dim]
+        assert isinstance(found, tuple), dim
+        return found
+
+
+@dataclass(frozen=True)
+class Specs:
+    targets: Mapping[str, Target]
+    precisions: Mapping[str, Precision]
+    operators: Mapping[str, Operator]

@@ -1,0 +1,188 @@
+"""YAML read as located nodes: every value knows its file and line, and every mistake is reported there."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+Scalar = str | int | float | bool | None
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Location:
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class SpecError(ValueError):
+    """A mistake in a spec or a skeleton. The text is `file:line: sentence`."""
+
+    def __init__(self, where: Location, sentence: str) -> None:
+        super().__init__(f"{where}: {sentence}")
+        self.where = where
+        self.sentence = sentence
+
+
+@dataclass(frozen=True)
+class Node:
+    """One YAML value. `where` is the line of its key, or its own line when it has none."""
+
+    yaml: yaml.Node
+    where: Location
+    name: str
+
+    def error(self, sentence: str) -> SpecError:
+        return SpecError(self.where, sentence)
+
+    def fields(self, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Node]:
+        """The values of a mapping with a fixed set of keys."""
+        required = tuple(required)
+        known = (*required, *optional)
+        found = self.entries()
+        for key, node in found.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+                raise node.error(f"unknown key {key!r} in {self.name}; {hint}")
+        for key in required:
+            if key not in found:
+                raise self.error(f"{self.name} lacks the key {key!r}")
+        return found
+
+    def entries(self) -> dict[str, Node]:
+        """The values of a mapping whose keys are free names."""
+        if not isinstance(self.yaml, yaml.MappingNode):
+            raise self.error(f"{self.name} must be a mapping, not {self._kind()}")
+        found: dict[str, Node] = {}
+        for key_node, value_node in self.yaml.value:
+            where = Location(self.where.file, key_node.start_mark.line + 1)
+            key = Node(key_node, where, f"a key of {self.name}").string()
+            if key in found:
+                raise SpecError(
+                    where, f"duplicate key {key!r} in {self.name}; it is first on line {found[key].where.line}"
+                )
+            found[key] = Node(value_node, where, f"{self.name}.{key}" if self.name else key)
+        return found
+
+    def items(self) -> list[Node]:
+        """The values of a list."""
+        if not isinstance(self.yaml, yaml.SequenceNode):
+            raise self.error(f"{self.name} must be a list, not {self._kind()}")
+        return [
+            Node(item, Location(self.where.file, item.start_mark.line + 1), f"{self.name}[{position}]")
+            for position, item in enumerate(self.yaml.value)
+        ]
+
+    def is_list(self) -> bool:
+        return isinstance(self.yaml, yaml.SequenceNode)
+
+    def scalar(self) -> Scalar:
+        if not isinstance(self.yaml, yaml.ScalarNode):
+            raise self.error(f"{self.name} must be a single value, not {self._kind()}")
+        return _construct(self.yaml.tag, self.yaml.value, self)
+
+    def string(self, choices: Iterable[str] | None = None) -> str:
+        value = self.scalar()
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"{self.name} must be text, not {value!r}")
+        if choices is not None and value not in (known := tuple(choices)):
+            raise self.error(f"{self.name} is {value!r}; it must be one of {', '.join(known)}")
+        return value
+
+    def integer(self, minimum: int | None = None) -> int:
+        value = self.scalar()
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(f"{self.name} must be an integer, not {value!r}")
+        if minimum is not None and value < minimum:
+            raise self.error(f"{self.name} is {value}; it must be at least {minimum}")
+        return value
+
+    def number(self, minimum: float | None = None) -> float:
+        value = self.scalar()
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(f"{self.name} must be a number, not {value!r}")
+        if minimum is not None and not value >= minimum:
+            raise self.error(f"{self.name} is {value}; it must be at least {minimum}")
+        return value
+
+    def boolean(self) -> bool:
+        value = self.scalar()
+        if not isinstance(value, bool):
+            raise self.error(f"{self.name} must be true or false, not {value!r}")
+        return value
+
+    def strings(self, choices: Iterable[str] | None = None) -> tuple[str, ...]:
+        """A list of distinct texts."""
+        return self._distinct([item.string(choices) for item in self.items()])
+
+    def integers(self, minimum: int | None = None) -> tuple[int, ...]:
+        """A list of distinct integers."""
+        return self._distinct([item.integer(minimum) for item in self.items()])
+
+    def _distinct(self, values: Sequence) -> tuple:
+        for position, value in enumerate(values):
+            if value in values[:position]:
+                raise self.items()[position].error(f"{self.name} lists {value!r} twice")
+        return tuple(values)
+
+    def _kind(self) -> str:
+        kinds = {"mapping": "a mapping", "sequence": "a list"}
+        return kinds.get(self.yaml.id, "a single value")
+
+
+def read(path: Path) -> Node:
+    """Compose one YAML file. The root node carries the file's first line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(Location(shown(path), 1), f"cannot be read: {error.strerror}") from error
+    return parse(text, shown(path))
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str, file: str) -> Node:
+    """Compose YAML text; `file` is what error messages call it."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise SpecError(Location(file, mark.line + 1 if mark else 1), f"not valid YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise SpecError(Location(file, 1), f"not valid YAML: {error}") from error
+    if root is None:
+        raise SpecError(Location(file, 1), "the file is empty")
+    return Node(root, Location(file, 1), "the file")
+
+
+def shown(path: Path) -> str:
+    """The path as messages name it: relative to the working directory when it lies below."""
+    absolute = path.resolve()
+    return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def _construct(tag: str, value: str, node: Node) -> Scalar:
+    kind = tag.removeprefix("tag:yaml.org,2002:")
+    if kind == "str":
+        return value
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return value.lower() in ("true", "yes", "on")
+    try:
+        if kind == "int":
+            return int(value.replace("_", ""), 10)
+        if kind == "float":
+            return float(value.replace("_", ""))
+    except ValueError:
+        pass
+    raise node.error(f"{node.name} is written as {value!r}; write a plain decimal number or text")
