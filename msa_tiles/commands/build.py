@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from msa_tiles import console
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0
-    done = console.progress(len(jobs), "compiling")
-    for outcome, _ in zip(outcomes, done, strict=True):
+    counter: Iterator[int] = console.progress(len(jobs), "compiling")
+    for outcome, _ in zip(outcomes, counter, strict=True):
         job = outcome.job
         registers, shared = "", ""
         entry = find_compiled(job.cell, job.variant, registry.targets[job.cell.target].arch, cache)

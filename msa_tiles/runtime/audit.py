@@ -78,9 +78,9 @@ def _resource_complaints(
     functions: Mapping[str, Mapping[str, int]],
 ) -> list[str]:
     found = []
-    promised_threads = cell.entry["threads"]
-    names = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits, "threads": promised_threads}
-    promised_shared = Expression(cell.entry["shared_memory"])(names)
+    names: dict[str, int | float] = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits}
+    names["threads"] = promised_threads = Expression(str(cell.entry["threads"]))(names)
+    promised_shared = Expression(str(cell.entry["shared_memory"]))(names)
     for name, function in functions.items():
         if name not in launches:
             found.append(f"{name} is in the device code but is never launched")
