@@ -1,0 +1,75 @@
+"""Where the demo runs: a GPU that the kernels serve, else the reference on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from msa_tiles import console, ops
+from msa_tiles.demo.embed import M3, SMALL, Shape
+
+CPU_CHUNK = 1024
+"""Queries in one call on a CPU: small enough that progress is seen to move."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A torch device, the dtype and layer shape that suit it, and how many queries one call takes (0: all)."""
+
+    name: str
+    torch_device: torch.device
+    dtype: torch.dtype
+    shape: Shape
+    chunk: int
+
+    def synchronise(self) -> None:
+        """Wait for the device, so that clocks and progress tell the truth."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+
+CPU = Device("CPU (reference)", torch.device("cpu"), torch.float32, SMALL, CPU_CHUNK)
+
+
+def choose() -> Device:
+    """The GPU if every operator of the demo runs on it, else the CPU; says which, and why not the GPU."""
+    if not torch.cuda.is_available():
+        console.say("no CUDA device: running the reference on the CPU")
+        return CPU
+    device = Device(torch.cuda.get_device_name(), torch.device("cuda"), torch.bfloat16, M3, 0)
+    console.say(f"loading the kernels for {device.name} (compiled the first time, a minute or so)")
+    try:
+        _rehearse(device)
+    except (ValueError, RuntimeError, OSError) as error:
+        # An unsupported GPU or a missing compiler should not hide what the demo shows; it is said, never silent.
+        console.say(f"this GPU cannot run the demo, so the reference runs on the CPU instead. The reason:\n{error}\n")
+        return CPU
+    return device
+
+
+def _rehearse(device: Device) -> None:
+    """Run each operator once on random tensors of the demo's shape."""
+    shape, tokens = device.shape, 2 * device.shape.block_size
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, dtype=device.dtype, device=device.torch_device)
+
+    chosen: list[torch.Tensor] = []
+
+    def select() -> None:
+        idx_q, idx_k = random(tokens, shape.num_index_heads, shape.head_dim), random(tokens, shape.head_dim)
+        chosen.append(
+            ops.select_blocks(idx_q, idx_k, shape.topk, num_kv_heads=shape.num_kv_heads, block_size=shape.block_size)
+        )
+
+    def attend() -> None:
+        q = random(tokens, shape.num_q_heads, shape.head_dim)
+        k, v = random(2, tokens, shape.num_kv_heads, shape.head_dim)
+        ops.sparse_attention(q, k, v, chosen[0], block_size=shape.block_size)
+
+    steps: list[Callable[[], None]] = [select, attend]
+    for step in console.progress(steps, "kernels loaded"):
+        step()
+        device.synchronise()

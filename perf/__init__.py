@@ -1,0 +1,1 @@
+"""Benchmarks: one module per operator, `python -m perf.bench_<operator> --cases <case> …`."""

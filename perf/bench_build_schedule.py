@@ -1,0 +1,95 @@
+"""`build_schedule` against the same reverse index by torch operations (stable sort, counts, prefix sums).
+
+`python -m perf.bench_build_schedule --cases prefill_32k_u`
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops
+from perf import cases, inputs
+from perf.harness import OURS, Bench, Contender, main
+from perf.timing import Call
+
+OP = "build_schedule"
+
+
+def selection(case: cases.Case, device: torch.device, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return inputs.selection(case, case["num_kv_heads"], case["topk"], case["block_size"], device)
+
+
+def torch_index(block_indices: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """`(order, start)` per KV head: edges `query * k + slot` sorted by block, and where each block's edges start.
+
+    Absent ids count as block `num_blocks`, so that they come last.
+    """
+    flat = block_indices.flatten(1).long()
+    flat = torch.where(flat >= 0, flat, num_blocks)
+    order = flat.sort(dim=1, stable=True).indices.int()
+    counts = torch.zeros(flat.shape[0], num_blocks + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(1, flat, torch.ones_like(flat))
+    return order, counts.cumsum(1) - counts
+
+
+def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
+    num_blocks = -(-case.num_k // case["block_size"])
+    lengths = {
+        "cu_seqlens_q": torch.tensor([0, case.num_q], dtype=torch.int32, device=device),
+        "cu_seqlens_k": torch.tensor([0, case.num_k], dtype=torch.int32, device=device),
+        "max_seqlen_q": case.num_q,
+        "max_seqlen_k": case.num_k,
+    }
+
+    def bind(ids: Tensor) -> Call:
+        return lambda: ops.build_schedule(ids, block_size=case["block_size"], **lengths)
+
+    def bind_torch(ids: Tensor) -> Call:
+        return lambda: torch_index(ids, num_blocks)
+
+    return Bench(
+        case=case,
+        make=functools.partial(selection, case, device),
+        bytes_per_set=4 * case["num_kv_heads"] * case.num_q * case["topk"],
+        ours=Contender(OURS, bind, check),
+        peers=[Contender("torch", bind_torch, functools.partial(check_torch, num_blocks))],
+        cells=[cases.cell(OP, dsl, device)],
+    )
+
+
+def check(ids: Tensor, schedule: ops.Schedule) -> str | None:
+    """Does every (head, query, block) of `ids` stand in the schedule exactly once?"""
+    topk = ids.shape[-1]
+    for head in range(ids.shape[0]):
+        found = edges_of(schedule, head, topk)
+        wanted = (ids[head].flatten() >= 0).nonzero().flatten()
+        if not torch.equal(found.sort().values, wanted):
+            return f"KV head {head}: the schedule does not hold every edge exactly once"
+    return None
+
+
+def edges_of(schedule: ops.Schedule, head: int, topk: int) -> Tensor:
+    """int64: the edges `query * topk + slot` of one KV head, over all windows."""
+    found = []
+    for window in range(schedule.edges.shape[0]):
+        edges = schedule.edges[window, head].long()
+        edges = edges[edges >= 0]
+        found.append(edges + window * schedule.window * topk)
+    return torch.cat(found)
+
+
+def check_torch(num_blocks: int, ids: Tensor, index: tuple[Tensor, Tensor]) -> str | None:
+    order, start = index
+    blocks = torch.where(ids >= 0, ids, num_blocks).flatten(1).gather(1, order.long())
+    if not bool((blocks.diff(dim=1) >= 0).all()):
+        return "edges are not sorted by block"
+    counts = torch.stack([row.bincount(minlength=num_blocks + 1) for row in blocks])
+    return None if torch.equal(counts.cumsum(1) - counts, start) else "block starts are wrong"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(OP, prepare, cases.labels(OP)))
