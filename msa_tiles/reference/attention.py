@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def sparse_attention(
     block_size: int = 128,
     softmax_scale: float | None = None,
     schedule: tuple[Tensor, Tensor, Tensor] | None = None,
-    **where,
+    **where: Any,
 ) -> tuple[Tensor, Tensor]:
     """Softmax over the visible tokens of the selected blocks, times V: out [T, Hq, D] like q, lse float32 [T, Hq].
 

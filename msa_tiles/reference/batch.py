@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +163,7 @@ def key_rows(
     return values, present
 
 
-def flat_or_paged(keys: Tensor, page_table: Tensor | None) -> dict[str, int]:
+def flat_or_paged(keys: Tensor, page_table: Tensor | None) -> dict[str, Any]:
     """The ``total_k`` or ``page_size`` argument of `read_batch` for this key tensor."""
     return {"total_k": keys.shape[0]} if page_table is None else {"page_size": keys.shape[-2]}
 

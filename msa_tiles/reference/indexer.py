@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def index_score(
     block_size: int = 128,
     causal: bool = True,
     num_blocks: int | None = None,
-    **where,
+    **where: Any,
 ) -> Tensor:
     """``score[h, t, b] = max over the visible tokens j of block b of <idx_q[t, h], idx_k[j]>``: float32 [Hi, T, NB].
 
@@ -61,7 +63,7 @@ def select_blocks(
     init_blocks: int = 0,
     local_blocks: int = 1,
     order: str = "ascending",
-    **where,
+    **where: Any,
 ) -> Tensor:
     """`topk_select` of `index_score` without the score matrix: int32 [Hkv, T, topk]."""
     page_table = where.get("page_table")

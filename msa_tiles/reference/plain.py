@@ -7,6 +7,7 @@ reading what the others compute.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def index_score(
     block_size: int = 128,
     causal: bool = True,
     num_blocks: int | None = None,
-    **where,
+    **where: Any,
 ) -> Tensor:
     """See `reference.index_score`."""
     page_table = where.get("page_table")
@@ -62,7 +63,7 @@ def topk_select(
     local_blocks: int = 1,
     order: str = "ascending",
     layout: str = "head_major",
-    **where,
+    **where: Any,
 ) -> Tensor:
     """See `reference.topk_select`."""
     if layout == "token_major":
@@ -121,7 +122,7 @@ def select_blocks(
     init_blocks: int = 0,
     local_blocks: int = 1,
     order: str = "ascending",
-    **where,
+    **where: Any,
 ) -> Tensor:
     """See `reference.select_blocks`."""
     page_table = where.get("page_table")
@@ -138,7 +139,9 @@ def select_blocks(
     )
 
 
-def build_schedule(block_indices: Tensor, *, block_size: int = 128, **where) -> list[dict[tuple[int, int], list[int]]]:
+def build_schedule(
+    block_indices: Tensor, *, block_size: int = 128, **where: Any
+) -> list[dict[tuple[int, int], list[int]]]:
     """Per KV head: (request, block) -> the edges query * k + slot that read it, queries ascending."""
     num_kv_heads, total_q, topk = block_indices.shape
     batch = read_batch(total_q, block_indices.device, **where)
@@ -160,7 +163,7 @@ def sparse_attention(
     *,
     block_size: int = 128,
     softmax_scale: float | None = None,
-    **where,
+    **where: Any,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.sparse_attention`. Differentiable in q, k and v; hidden values must be finite."""
     page_table = where.get("page_table")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from msa_tiles.reference.batch import read_batch
 MAX_TASK_EDGES = 512
 
 
-def build_schedule(block_indices: Tensor, *, block_size: int = 128, **where) -> tuple[Tensor, Tensor, Tensor]:
+def build_schedule(block_indices: Tensor, *, block_size: int = 128, **where: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Edges sorted by block then query, per KV head, and the tasks that cut them: one window over all queries.
 
     ``block_indices`` int32 [Hkv, T, k]; ``where`` as in `read_batch`, without key lengths a request has as many keys as

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def topk_select(
     local_blocks: int = 1,
     order: str = "ascending",
     layout: str = "head_major",
-    **where,
+    **where: Any,
 ) -> Tensor:
     """The ``topk`` best blocks of each row: int32 [Hkv, T, topk], -1 behind the valid prefix.
 

@@ -1,0 +1,35 @@
+"""The public operators. CPU tensors run on `msa_tiles.reference`, CUDA tensors on generated kernels.
+
+Every operator takes the same keyword arguments that say where things are:
+
+- ``cu_seqlens_q``, ``cu_seqlens_k`` int32 [B + 1]: requests packed one after another. Without them the tensors are one
+  sequence.
+- ``page_table`` int32 [B, max_pages] and ``seqused_k`` int32 [B]: paged keys, and how many keys a request has; the
+  latter also with flat keys.
+- ``max_seqlen_q``, ``max_seqlen_k``: upper bounds known to the host; ``max_seqlen_k`` counts positions, so it includes
+  ``k_offset``.
+- ``q_positions`` int32 [T] overrides the rule that query i of a request sits at ``len_k - len_q + i``.
+- ``k_offset`` int32 [B]: position of the first key that this call holds. Blocks keep the numbers of the whole request,
+  and the position rule then counts from that first key.
+- ``check=True`` reads device contents to the host and checks them; this synchronises.
+
+``backend`` is ``auto``, ``tilelang``, ``cutedsl`` or ``reference``. Wrong arguments raise ``ValueError`` or
+``TypeError``; a CUDA call that no kernel serves raises `msa_tiles.runtime.NoKernelError`, a ``ValueError``.
+"""
+
+from msa_tiles.ops.combine import combine
+from msa_tiles.ops.index_score import index_score
+from msa_tiles.ops.schedule import Schedule, build_schedule
+from msa_tiles.ops.select_blocks import select_blocks
+from msa_tiles.ops.sparse_attention import sparse_attention
+from msa_tiles.ops.topk_select import topk_select
+
+__all__ = [
+    "Schedule",
+    "build_schedule",
+    "combine",
+    "index_score",
+    "select_blocks",
+    "sparse_attention",
+    "topk_select",
+]

@@ -1,0 +1,66 @@
+"""Registration with torch.library: every operator is a functional one and a mutating twin for the caller's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "msa_tiles"
+
+
+@dataclass(frozen=True)
+class OperatorPair:
+    """``functional(*arguments)`` returns fresh outputs; ``mutating(*arguments, *outputs)`` returns nothing."""
+
+    functional: Any
+    mutating: Any
+
+
+def define(
+    name: str,
+    arguments: str,
+    outputs: tuple[str, ...],
+    allocate: Callable[..., tuple[Tensor, ...]],
+    write: Callable[..., None],
+    scratch: str | None = None,
+) -> OperatorPair:
+    """Register ``msa_tiles::<name>`` and ``msa_tiles::<name>_out``.
+
+    ``arguments`` is the schema of the arguments that both take. ``allocate(*arguments)`` makes uninitialised outputs
+    from shapes alone and is therefore the fake kernel too; ``write(*arguments, *outputs)`` fills them. ``scratch``
+    names an optional tensor that only the twin takes, behind the outputs, and may overwrite.
+    """
+
+    def compute(*args: Any) -> Any:
+        results = allocate(*args)
+        write(*args, *results)
+        return results if len(results) > 1 else results[0]
+
+    def fake(*args: Any) -> Any:
+        results = allocate(*args)
+        return results if len(results) > 1 else results[0]
+
+    def fake_write(*args: Any) -> None:
+        return None
+
+    returns = ", ".join(["Tensor"] * len(outputs))
+    functional = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({arguments}) -> ({returns})"
+    )
+    functional.register_fake(fake)
+
+    mutated = [f"Tensor({chr(ord('a') + index)}!) {output}" for index, output in enumerate(outputs)]
+    if scratch is not None:
+        mutated.append(f"Tensor(z!)? {scratch}")
+    mutating = torch.library.custom_op(
+        f"{NAMESPACE}::{name}_out",
+        write,
+        mutates_args=(*outputs, scratch) if scratch is not None else outputs,
+        schema=f"({arguments}, {', '.join(mutated)}) -> ()",
+    )
+    mutating.register_fake(fake_write)
+    return OperatorPair(functional, mutating)

@@ -1,0 +1,132 @@
+"""Checks of one argument each. Every error names the argument, what came and what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
+LAYOUTS = ("head_major", "token_major")
+
+
+def refuse(name: str, came: str, wanted: str) -> NoReturn:
+    """A value that an argument cannot have."""
+    raise ValueError(f"{name}: got {came}; wanted {wanted}")
+
+
+def refuse_type(name: str, came: str, wanted: str) -> NoReturn:
+    """A type or dtype that an argument cannot have."""
+    raise TypeError(f"{name}: got {came}; wanted {wanted}")
+
+
+def shape_text(shape: Sequence[Any]) -> str:
+    return f"[{', '.join(str(size) for size in shape)}]"
+
+
+def tensor(name: str, value: Any, dims: str) -> Tensor:
+    """A tensor with as many dimensions as ``dims``, which is a text such as "[T, Hq, D]"."""
+    if not isinstance(value, Tensor):
+        refuse_type(name, type(value).__name__, f"a tensor {dims}")
+    if value.dim() != dims.count(",") + 1:
+        refuse(name, f"shape {shape_text(value.shape)}", f"{dims.count(',') + 1} dimensions {dims}")
+    return value
+
+
+def floating(name: str, value: Any, dims: str, like: Tensor | None = None, like_name: str = "") -> Tensor:
+    """A float tensor with a unit last stride; on the device and of the dtype of ``like`` where that is given."""
+    tensor(name, value, dims)
+    if like is not None and value.dtype != like.dtype:
+        refuse_type(name, f"dtype {value.dtype}", f"{like.dtype} like {like_name}")
+    if value.dtype not in FLOATS:
+        refuse_type(name, f"dtype {value.dtype}", "torch.bfloat16, torch.float32 or torch.float64")
+    if like is not None:
+        same_device(name, value, like, like_name)
+    unit_last_stride(name, value)
+    return value
+
+
+def int32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor, like_name: str) -> Tensor:
+    """An int32 tensor of this shape (None: any size) on the device of ``like``."""
+    tensor(name, value, dims)
+    if value.dtype != torch.int32:
+        refuse_type(name, f"dtype {value.dtype}", "torch.int32")
+    if any(wanted is not None and size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
+        known = [
+            label if size is None else size for size, label in zip(shape, dims.strip("[]").split(", "), strict=True)
+        ]
+        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
+    same_device(name, value, like, like_name)
+    return value
+
+
+def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
+    if value.device != like.device:
+        refuse(name, f"device {value.device}", f"{like.device} like {like_name}")
+
+
+def unit_last_stride(name: str, value: Tensor) -> None:
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        refuse(name, f"stride {value.stride(-1)} on the last dimension", "stride 1")
+
+
+def dense(name: str, value: Tensor) -> None:
+    """A small index array that kernels read through a bare pointer."""
+    if not value.is_contiguous():
+        refuse(name, f"strides {shape_text(value.stride())}", "a contiguous tensor")
+
+
+def integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        refuse_type(name, type(value).__name__, f"an integer of at least {least}")
+    if value < least:
+        refuse(name, str(value), f"at least {least}")
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        refuse(name, repr(value), f"one of {', '.join(repr(choice) for choice in choices)}")
+
+
+def scale(name: str, value: Any) -> None:
+    """No storage that the operators take so far has scales; one that came anyway must not be dropped."""
+    if value is not None:
+        refuse(name, f"a {type(value).__name__}", "None: bfloat16, float32 and float64 tensors have no scale")
+
+
+def softmax_scale(value: Any, head_dim: int) -> float:
+    """The scale as a number; ``D ** -0.5`` by default."""
+    if value is None:
+        return head_dim**-0.5
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        refuse_type("softmax_scale", type(value).__name__, "a number or None")
+    return float(value)
+
+
+def destination(
+    name: str, value: Any, shape: Sequence[Any], dims: str, dtype: torch.dtype, like: Tensor, like_name: str
+) -> Tensor:
+    """A caller's buffer: exactly this shape (None: any size), unit last stride, no element twice."""
+    tensor(name, value, dims)
+    if value.dtype != dtype:
+        refuse_type(name, f"dtype {value.dtype}", str(dtype))
+    if any(wanted is not None and size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
+        known = [
+            label if size is None else size for size, label in zip(shape, dims.strip("[]").split(", "), strict=True)
+        ]
+        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
+    same_device(name, value, like, like_name)
+    unit_last_stride(name, value)
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        refuse(name, f"strides {shape_text(value.stride())}", "a buffer that holds every element once")
+    return value
+
+
+def backend(value: Any, device: torch.device) -> None:
+    """A known backend that the device can have."""
+    one_of("backend", value, BACKENDS)
+    if device.type != "cuda" and value not in ("auto", "reference"):
+        refuse("backend", f"{value!r} for tensors on {device}", "'auto' or 'reference', kernels need CUDA tensors")

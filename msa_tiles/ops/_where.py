@@ -1,0 +1,117 @@
+"""The keyword arguments that say where things are, shared by every operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _contents, _validate
+
+# The schema of the arguments of `Where`, in the order of its fields.
+ARGUMENTS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? seqused_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? q_positions, Tensor? k_offset"
+)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the queries and keys of a call stand; None means what the operators' docstrings say."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    page_table: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    q_positions: Tensor | None
+    k_offset: Tensor | None
+
+    @property
+    def num_requests(self) -> int:
+        return 1 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The values of `ARGUMENTS`."""
+        return (
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.page_table,
+            self.seqused_k,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.q_positions,
+            self.k_offset,
+        )
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments as the reference takes them."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "page_table": self.page_table,
+            "seqused_k": self.seqused_k,
+            "q_positions": self.q_positions,
+            "k_offset": self.k_offset,
+        }
+
+    def without_pages(self) -> Where:
+        """The same for an operator that reads no keys."""
+        return replace(self, page_table=None)
+
+    def validate(self, total_q: int, like: Tensor, like_name: str, keys: Tensor | None, check: bool) -> None:
+        """Check what the host knows; with ``check`` the contents too. ``keys`` is the call's key tensor, if any."""
+        if self.cu_seqlens_q is not None:
+            _validate.int32("cu_seqlens_q", self.cu_seqlens_q, [None], "[B + 1]", like, like_name)
+            if self.cu_seqlens_q.shape[0] == 0:
+                _validate.refuse("cu_seqlens_q", "shape [0]", "[B + 1], at least one element")
+            _validate.dense("cu_seqlens_q", self.cu_seqlens_q)
+        requests = self.num_requests
+        for name, value, shape, dims in (
+            ("cu_seqlens_k", self.cu_seqlens_k, [requests + 1], "[B + 1]"),
+            ("seqused_k", self.seqused_k, [requests], "[B]"),
+            ("k_offset", self.k_offset, [requests], "[B]"),
+            ("q_positions", self.q_positions, [total_q], "[T]"),
+        ):
+            if value is not None:
+                _validate.int32(name, value, shape, dims, like, like_name)
+                _validate.dense(name, value)
+        for bound_name, bound in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
+            if bound is not None:
+                _validate.integer(bound_name, bound, 0)
+        if self.page_table is not None:
+            self._validate_paged(like, like_name, keys)
+        elif keys is not None and self.cu_seqlens_k is None and requests > 1:
+            _validate.refuse("cu_seqlens_k", "None", f"int32 [B + 1] for the flat keys of {requests} requests")
+        if check:
+            if torch.compiler.is_compiling():
+                _validate.refuse("check", "True under torch.compile", "False: device contents cannot be traced")
+            _contents.check_where(self, total_q, keys)
+
+    def _validate_paged(self, like: Tensor, like_name: str, keys: Tensor | None) -> None:
+        table = _validate.int32(
+            "page_table", self.page_table, [self.num_requests, None], "[B, max_pages]", like, like_name
+        )
+        _validate.unit_last_stride("page_table", table)
+        if self.seqused_k is None:
+            _validate.refuse("seqused_k", "None", "int32 [B] with page_table")
+        if self.cu_seqlens_k is not None:
+            _validate.refuse("cu_seqlens_k", "a tensor beside page_table", "None: seqused_k tells paged lengths")
+        if keys is not None and self.max_seqlen_k is not None:
+            held = table.shape[1] * keys.shape[-2]
+            if held < self.max_seqlen_k:
+                _validate.refuse(
+                    "page_table",
+                    f"{table.shape[1]} pages of {keys.shape[-2]} tokens",
+                    f"pages for max_seqlen_k = {self.max_seqlen_k} tokens",
+                )
+
+
+def page_size(name: str, keys: Tensor, block_size: int) -> None:
+    """Pages must divide a block, so that no page belongs to two blocks."""
+    page = keys.shape[-2]
+    if page == 0 or block_size % page != 0:
+        _validate.refuse(name, f"pages of {page} tokens", f"a page size that divides block_size = {block_size}")

@@ -1,0 +1,76 @@
+"""combine: merge the partial results of splits by their LSE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.ops import _dispatch, _library, _validate
+from msa_tiles.ops._where import Where
+
+
+def combine(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Merge splits: ``partial_out`` [S, T, Hq, D], ``partial_lse`` float32 [S, T, Hq] -> out [T, Hq, D], lse [T, Hq].
+
+    Logarithms are natural. ``out`` has partial_out's dtype, ``lse`` is float32; both may be the caller's buffers. A
+    split with lse -inf is empty, whatever its output holds; a row of empty splits gives out 0 and lse -inf.
+    """
+    num_splits, total_q, num_heads, head_dim = _validate.floating("partial_out", partial_out, "[S, T, Hq, D]").shape
+    _validate.tensor("partial_lse", partial_lse, "[S, T, Hq]")
+    if partial_lse.dtype != torch.float32:
+        _validate.refuse_type("partial_lse", f"dtype {partial_lse.dtype}", "torch.float32")
+    if partial_lse.shape != partial_out.shape[:3]:
+        wanted = f"{_validate.shape_text((num_splits, total_q, num_heads))} like partial_out"
+        _validate.refuse("partial_lse", f"shape {_validate.shape_text(partial_lse.shape)}", wanted)
+    _validate.same_device("partial_lse", partial_lse, partial_out, "partial_out")
+    _validate.backend(backend, partial_out.device)
+    arguments = (partial_out, partial_lse, backend)
+    if out is None and lse is None:
+        return _OPERATOR.functional(*arguments)
+    new_out, new_lse = _allocate(*arguments)
+    if out is not None:
+        shape = [total_q, num_heads, head_dim]
+        _validate.destination("out", out, shape, "[T, Hq, D]", partial_out.dtype, partial_out, "partial_out")
+        new_out = out
+    if lse is not None:
+        _validate.destination("lse", lse, [total_q, num_heads], "[T, Hq]", torch.float32, partial_out, "partial_out")
+        new_lse = lse
+    _OPERATOR.mutating(*arguments, new_out, new_lse)
+    return new_out, new_lse
+
+
+def _allocate(partial_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out = partial_out.new_empty(partial_out.shape[1:])
+    return out, partial_out.new_empty(partial_out.shape[1:3], dtype=torch.float32)
+
+
+def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, lse: Tensor) -> None:
+    if _dispatch.runs_reference(backend, partial_out.device):
+        result, result_lse = reference.combine(partial_out, partial_lse)
+        out.copy_(result)
+        lse.copy_(result_lse)
+        return
+    nowhere = Where(None, None, None, None, None, None, None, None)
+    precision = _dispatch.PRECISIONS[partial_out.dtype]
+    facts = _dispatch.call_facts("combine", nowhere, precision, {"head_dim": partial_out.shape[3]}, (partial_out,))
+    if partial_out.numel() == 0:
+        _dispatch.find_kernel(facts, backend)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    _dispatch.attention_kernels().combine(facts, backend, partial_out, partial_lse, out=out, lse=lse)
+
+
+_OPERATOR = _library.define(
+    "combine", "Tensor partial_out, Tensor partial_lse, str backend", ("out", "lse"), _allocate, _write
+)

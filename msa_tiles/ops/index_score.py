@@ -1,0 +1,135 @@
+"""index_score: indexer scores with a block max-pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops._where import Where
+
+
+def index_score(
+    idx_q: Tensor,
+    idx_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_positions: Tensor | None = None,
+    k_offset: Tensor | None = None,
+    check: bool = False,
+    block_size: int = 128,
+    causal: bool = True,
+    layout: str = "head_major",
+    k_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``score[h, t, b] = max over the tokens j of block b that t may see of <idx_q[t, h], idx_k[j]>``, unscaled.
+
+    ``idx_q`` [T, Hi, Di] and ``idx_k`` [Tk, Di], or [pages, page, Di] with ``page_table``, of one dtype. Returns
+    float32 [Hi, T, NB], or [T, Hi, NB] for ``layout="token_major"``; every element is written, -inf where a block has
+    no visible token. NB covers ``max_seqlen_k`` positions (default: all that ``idx_k`` or the page table could hold),
+    or is the width of ``out``, a buffer in the requested layout. Without ``causal`` a query sees all keys of its
+    request.
+    """
+    head_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]").shape[2]
+    keys_dims = "[Tk, Di]" if page_table is None else "[pages, page, Di]"
+    _validate.floating("idx_k", idx_k, keys_dims, idx_q, "idx_q")
+    if idx_k.shape[-1] != head_dim:
+        _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
+    _validate.integer("block_size", block_size, 1)
+    _validate.one_of("layout", layout, _validate.LAYOUTS)
+    _validate.scale("q_scale", q_scale)
+    _validate.scale("k_scale", k_scale)
+    _validate.backend(backend, idx_q.device)
+    if page_table is not None:
+        _where.page_size("idx_k", idx_k, block_size)
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
+    token_major = layout == "token_major"
+    num_blocks = _width(idx_q, idx_k, where, block_size, token_major, out)
+    if check:
+        _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
+    arguments = (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
+    if out is None:
+        return _OPERATOR.functional(*arguments)
+    _OPERATOR.mutating(*arguments, out)
+    return out
+
+
+def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_major: bool, out: Tensor | None) -> int:
+    """Columns of the result, from host facts alone."""
+    bound = where.max_seqlen_k
+    # A batch's longest request may be shorter than its packed keys: then the caller's buffer is the bound.
+    known = bound is not None or (
+        where.cu_seqlens_k is None and where.seqused_k is None and where.k_offset is None and where.num_requests == 1
+    )
+    if bound is None:
+        if where.k_offset is not None and out is None:
+            _validate.refuse("max_seqlen_k", "None with k_offset", "a bound of k_offset plus the keys of a request")
+        bound = idx_k.shape[0] if where.page_table is None else where.page_table.shape[1] * idx_k.shape[-2]
+    needed = -(-bound // block_size)
+    if out is None:
+        return needed
+    total_q, num_heads = idx_q.shape[0], idx_q.shape[1]
+    shape, dims = ([num_heads, total_q, None], "[Hi, T, NB]")
+    if token_major:
+        shape, dims = ([total_q, num_heads, None], "[T, Hi, NB]")
+    _validate.destination("out", out, shape, dims, torch.float32, idx_q, "idx_q")
+    if known and out.shape[2] < needed:
+        _validate.refuse("out", f"{out.shape[2]} columns", f"at least {needed}, the blocks of {bound} keys")
+    return out.shape[2]
+
+
+def _allocate(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    token_major, num_blocks = rest[-3], rest[-2]
+    total_q, num_heads = idx_q.shape[0], idx_q.shape[1]
+    shape = (total_q, num_heads, num_blocks) if token_major else (num_heads, total_q, num_blocks)
+    return (idx_q.new_empty(shape, dtype=torch.float32),)
+
+
+def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
+    *place, block_size, causal, token_major, num_blocks, backend, out = rest
+    where = Where(*place)
+    score = out.transpose(0, 1) if token_major else out
+    if _dispatch.runs_reference(backend, idx_q.device):
+        score.copy_(
+            reference.index_score(
+                idx_q, idx_k, block_size=block_size, causal=causal, num_blocks=num_blocks, **where.keywords()
+            )
+        )
+        return
+    facts = _dispatch.call_facts(
+        "index_score",
+        where,
+        _dispatch.PRECISIONS[idx_q.dtype],
+        {"head_dim": idx_q.shape[2], "block_size": block_size, "heads_per_group": 1},
+        (idx_q, idx_k),
+    )
+    kernel = _dispatch.find_kernel(facts, backend)
+    if score.numel() == 0:
+        return
+    if idx_k.numel() == 0 or where.num_requests == 0:
+        score.fill_(-torch.inf)
+        return
+    starts = _dispatch.lengths(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
+    kernel(idx_q, idx_k, *starts[:3], score, starts[3], int(causal))
+
+
+_OPERATOR = _library.define(
+    "index_score",
+    f"Tensor idx_q, Tensor idx_k, {_where.ARGUMENTS}, SymInt block_size, bool causal, bool token_major, "
+    "SymInt num_blocks, str backend",
+    ("out",),
+    _allocate,
+    _write,
+)

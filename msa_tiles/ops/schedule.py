@@ -1,0 +1,143 @@
+"""build_schedule: the reverse index of a selection and the work list of the attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops._where import Where
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which queries read each KV block, per window of queries and KV head; made once, used by several calls.
+
+    The tensors are int32: ``edges`` [windows, Hkv, window * topk] holds (query, slot) pairs grouped by block with the
+    queries ascending, ``tasks`` [windows, Hkv, most tasks, 4] cuts them into pieces of work and ``counts``
+    [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
+    the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
+    generated kernels say.
+    """
+
+    edges: Tensor
+    tasks: Tensor
+    counts: Tensor
+    window: int
+    topk: int
+    block_size: int
+    total_q: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.edges.shape[1]
+
+    def validate(self, block_indices: Tensor, block_size: int) -> None:
+        """Refuse a schedule that was made for other ids than these, as far as shapes tell."""
+        num_kv_heads, total_q, topk = block_indices.shape
+        _validate.same_device("schedule", self.edges, block_indices, "block_indices")
+        made = (self.num_kv_heads, self.total_q, self.topk, self.block_size)
+        if made != (num_kv_heads, total_q, topk, block_size):
+            names = "KV heads, {} queries, topk {}, block_size {}"
+            _validate.refuse(
+                "schedule",
+                f"one for {{}} {names}".format(*made),
+                f"{{}} {names}".format(num_kv_heads, total_q, topk, block_size),
+            )
+
+
+def build_schedule(
+    block_indices: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_positions: Tensor | None = None,
+    k_offset: Tensor | None = None,
+    check: bool = False,
+    block_size: int = 128,
+) -> Schedule:
+    """The reverse index of ``block_indices`` int32 [Hkv, T, k], for `sparse_attention` with the same lengths.
+
+    Without key lengths a request has as many keys as queries. Ids that are negative, past the request's keys or past
+    the query's position make no edge. Runs on the device of the ids.
+    """
+    ids("block_indices", block_indices)
+    _validate.integer("block_size", block_size, 1)
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    where.validate(block_indices.shape[1], block_indices, "block_indices", None, check)
+    if check:
+        _contents.check_block_indices(block_indices, where, block_size, None)
+    _, total_q, topk = block_indices.shape
+    window = total_q
+    if block_indices.device.type == "cuda":
+        window = _dispatch.attention_kernels().choose_window(block_indices)
+    edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window)
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q)
+
+
+def ids(name: str, value: Tensor) -> None:
+    """Check block ids, int32 [Hkv, T, k]; their contents are nobody's promise."""
+    _validate.tensor(name, value, "[Hkv, T, k]")
+    _validate.int32(name, value, [None, None, None], "[Hkv, T, k]", value, name)
+
+
+def _allocate(block_indices: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *place, block_size, window = rest
+    where = Where(*place)
+    num_kv_heads, total_q, topk = block_indices.shape
+    if block_indices.device.type == "cuda":
+        return _dispatch.attention_kernels().allocate_schedule(
+            block_indices,
+            num_requests=where.num_requests,
+            max_seqlen_k=where.max_seqlen_k,
+            block_size=block_size,
+            window=window,
+        )
+    edges = block_indices.new_empty((1, num_kv_heads, total_q * topk))
+    tasks = block_indices.new_empty((1, num_kv_heads, total_q * topk, 4))
+    return edges, tasks, block_indices.new_empty((1, num_kv_heads, 2))
+
+
+def _write(block_indices: Tensor, *rest: Any) -> None:
+    *place, block_size, window, edges, tasks, counts = rest
+    where = Where(*place)
+    if block_indices.device.type != "cuda":
+        parts = reference.build_schedule(block_indices, block_size=block_size, **where.keywords())
+        for destination, part in zip((edges, tasks, counts), parts, strict=True):
+            destination.copy_(part)
+        return
+    # Paged keys matter to the attention kernel, not to the reverse index.
+    facts = _dispatch.call_facts("build_schedule", where.without_pages(), "bf16", {}, (block_indices,))
+    if block_indices.numel() == 0 or where.num_requests == 0:
+        counts.zero_()
+        return
+    starts_q, starts_k, used, use_used = _dispatch.lengths(where, block_indices.shape[1], None, block_indices.device)
+    _dispatch.attention_kernels().build_schedule(
+        facts,
+        block_indices,
+        starts_q,
+        starts_k,
+        used,
+        use_used,
+        block_size=block_size,
+        window=window,
+        edges=edges,
+        tasks=tasks,
+        counts=counts,
+    )
+
+
+_OPERATOR = _library.define(
+    "build_schedule",
+    f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window",
+    ("edges", "tasks", "counts"),
+    _allocate,
+    _write,
+)

@@ -1,0 +1,130 @@
+"""select_blocks: scores and top-k in one, without the score matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.ops import _dispatch, _library, _validate, _where
+from msa_tiles.ops._where import Where
+from msa_tiles.ops.topk_select import ORDERS, allocate_ids, selection
+
+
+def select_blocks(
+    idx_q: Tensor,
+    idx_k: Tensor,
+    topk: int,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_positions: Tensor | None = None,
+    k_offset: Tensor | None = None,
+    check: bool = False,
+    num_kv_heads: int | None = None,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    order: str = "ascending",
+    k_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The answer of ``topk_select(index_score(idx_q, idx_k), topk)``: int32 [Hkv, T, topk].
+
+    Tensors as in `index_score`, parameters as in `topk_select`. Extra memory is proportional to T * topk. ``out`` is
+    the caller's buffer for the ids.
+    """
+    num_heads, head_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]").shape[1:]
+    keys_dims = "[Tk, Di]" if page_table is None else "[pages, page, Di]"
+    _validate.floating("idx_k", idx_k, keys_dims, idx_q, "idx_q")
+    if idx_k.shape[-1] != head_dim:
+        _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
+    num_kv_heads = selection("idx_q", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
+    _validate.scale("q_scale", q_scale)
+    _validate.scale("k_scale", k_scale)
+    _validate.backend(backend, idx_q.device)
+    if page_table is not None:
+        _where.page_size("idx_k", idx_k, block_size)
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
+    arguments = (
+        idx_q,
+        idx_k,
+        topk,
+        *where.arguments(),
+        num_kv_heads,
+        block_size,
+        init_blocks,
+        local_blocks,
+        order,
+        backend,
+    )
+    if out is None:
+        return _OPERATOR.functional(*arguments)
+    shape = [num_kv_heads, idx_q.shape[0], topk]
+    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, idx_q, "idx_q")
+    _OPERATOR.mutating(*arguments, out)
+    return out
+
+
+def _allocate(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> tuple[Tensor, ...]:
+    return (allocate_ids(idx_q, rest[8], idx_q.shape[0], topk),)
+
+
+def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
+    place, rest = rest[:8], rest[8:]
+    num_kv_heads, block_size, init_blocks, local_blocks, order, backend, out = rest
+    where = Where(*place)
+    if _dispatch.runs_reference(backend, idx_q.device):
+        out.copy_(
+            reference.select_blocks(
+                idx_q,
+                idx_k,
+                topk,
+                num_kv_heads=num_kv_heads,
+                block_size=block_size,
+                init_blocks=init_blocks,
+                local_blocks=local_blocks,
+                order=order,
+                **where.keywords(),
+            )
+        )
+        return
+    facts = _dispatch.call_facts(
+        "select_blocks",
+        where,
+        _dispatch.PRECISIONS[idx_q.dtype],
+        {
+            "head_dim": idx_q.shape[2],
+            "block_size": block_size,
+            "topk": topk,
+            "heads_per_group": idx_q.shape[1] // num_kv_heads,
+        },
+        (idx_q, idx_k),
+    )
+    kernel = _dispatch.find_kernel(facts, backend)
+    if out.numel() == 0:
+        return
+    if idx_k.numel() == 0 or where.num_requests == 0:
+        out.fill_(-1)
+        return
+    starts = _dispatch.lengths(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
+    kernel(idx_q, idx_k, *starts[:3], out, starts[3], init_blocks, local_blocks, ORDERS[order])
+
+
+_OPERATOR = _library.define(
+    "select_blocks",
+    f"Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt num_kv_heads, SymInt block_size, "
+    "SymInt init_blocks, SymInt local_blocks, str order, str backend",
+    ("out",),
+    _allocate,
+    _write,
+)
