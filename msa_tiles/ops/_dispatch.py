@@ -58,9 +58,9 @@ def attention_kernels() -> Any:
     """The module that launches build_schedule, sparse_attention and combine on CUDA, imported on first use.
 
     Its functions get arguments that are validated and not empty (T, Tk, B and topk are positive). ``cu_seqlens_q``,
-    ``cu_seqlens_k`` and ``seqused_k`` are int32 tensors on the device, with ``use_seqused`` 0 or 1 as in `lengths`. They
-    must not synchronise and find their kernels from ``facts``, the call's `CallFacts` (``replace`` op and variant for
-    other operators). ``out`` is [T, Hq, D] with a unit last stride, else any strides; ``lse`` is [T, Hq].
+    ``cu_seqlens_k`` and ``seqused_k`` are int32 tensors on the device, with ``use_seqused`` 0 or 1 as in `lengths`.
+    The functions must not synchronise and find their kernels from ``facts``, the call's `CallFacts` (``replace`` op and
+    variant for other operators). ``out`` is [T, Hq, D] with a unit last stride, else any strides; ``lse`` is [T, Hq].
 
     - ``choose_window(block_indices) -> int``: queries per window of a schedule that `ops.build_schedule` makes.
     - ``allocate_schedule(block_indices, *, num_requests, max_seqlen_k, block_size, window) -> (edges, tasks, counts)``:
@@ -69,8 +69,8 @@ def attention_kernels() -> Any:
       edges, tasks, counts)``: fills the three.
     - ``sparse_attention(facts, backend, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, *,
       block_size, softmax_scale, max_seqlen_k, schedule, workspace, workspace_bytes, out, lse)``: fills ``out`` and
-      ``lse``. ``max_seqlen_k`` may be None, ``schedule`` is None or ``(edges, tasks, counts, window)``, ``workspace`` is
-      None or the caller's uint8 tensor and ``workspace_bytes`` bounds what partial results take.
+      ``lse``. ``max_seqlen_k`` may be None; ``schedule`` is None or ``(edges, tasks, counts, window)``; ``workspace``
+      is None or the caller's uint8 tensor and ``workspace_bytes`` bounds what partial results take.
     - ``combine(facts, backend, partial_out, partial_lse, *, out, lse)``: fills both.
     """
     return importlib.import_module("msa_tiles.ops._attention_kernels")
