@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,17 @@ def call_facts(
     if not all(_aligned(tensor) for tensor in tensors):
         features.add("strided_unaligned")
     return CallFacts(op, tensors[0].device, precision, variant, frozenset(features), refusals)
+
+
+@functools.lru_cache(maxsize=256)
+def broken_rules(op: str, **dims: int) -> tuple[str, ...]:
+    """Sentences for the rules of the operator's spec that these dims break: no kernel promises anything beyond them."""
+    from msa_tiles.paths import specs_dir
+    from msa_tiles.spec import load
+
+    came = ", ".join(f"{name} = {value}" for name, value in dims.items())
+    rules = load(specs_dir()).operators[op].rules
+    return tuple(f"{came}, wanted {rule}" for rule in rules if rule.names <= dims.keys() and not rule(dims))
 
 
 def find_kernel(facts: CallFacts, backend: str) -> Any:

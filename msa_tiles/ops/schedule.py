@@ -114,7 +114,9 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
             destination.copy_(part)
         return
     # Paged keys matter to the attention kernel, not to the reverse index.
-    facts = _dispatch.call_facts("build_schedule", where.without_pages(), "bf16", {}, (block_indices,))
+    variant = {"block_size": block_size}
+    refusals = _dispatch.broken_rules("build_schedule", topk=block_indices.shape[2])
+    facts = _dispatch.call_facts("build_schedule", where.without_pages(), "bf16", variant, (block_indices,), refusals)
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()
         return

@@ -149,6 +149,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
         _dispatch.PRECISIONS[q.dtype],
         {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
         (q, k, v),
+        _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2]),
     )
     if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
         _dispatch.find_kernel(facts, backend)

@@ -144,7 +144,9 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
             )
         )
         return
-    refusals = () if score.dtype == torch.float32 else (f"score is {score.dtype}, wanted torch.float32",)
+    refusals = _dispatch.broken_rules("topk_select", topk=topk, max_blocks=score.shape[2])
+    if score.dtype != torch.float32:
+        refusals = (f"score is {score.dtype}, wanted torch.float32", *refusals)
     facts = _dispatch.call_facts(
         "topk_select",
         # Positions play no part when the number of valid blocks is given, and pages never do.

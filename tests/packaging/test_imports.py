@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "codegen": {"spec", "paths"},
     "skeletons": {"dsl"},
     "runtime": {"spec", "paths"},
-    "ops": {"runtime", "spec", "reference", "quant"},
+    "ops": {"runtime", "spec", "paths", "reference", "quant"},
     "verify": {"ops", "runtime", "spec", "reference", "quant", "paths"},
     "demo": ANYTHING,
     "commands": ANYTHING,
