@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
 
-# TMA reads boxes whose base and strides are multiples of this many bytes.
-TMA_ALIGNMENT = 16
+# TMA boxes and the widest loads start at multiples of this many bytes.
+ALIGNMENT = 16
 
 
 def runs_reference(backend: str, device: torch.device) -> bool:
@@ -28,12 +28,13 @@ def runs_reference(backend: str, device: torch.device) -> bool:
 def call_facts(
     op: str,
     where: Where,
+    device: torch.device,
     precision: str,
     variant: dict[str, int],
-    tensors: tuple[Tensor, ...],
+    wide: tuple[Tensor, ...] = (),
     refusals: tuple[str, ...] = (),
 ) -> CallFacts:
-    """What the dispatcher needs to know. ``tensors`` are those that a kernel may read by TMA."""
+    """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time."""
     from msa_tiles.runtime import CallFacts
 
     features = set()
@@ -43,9 +44,9 @@ def call_facts(
         features.add("q_positions")
     if where.k_offset is not None:
         features.add("k_offset")
-    if not all(_aligned(tensor) for tensor in tensors):
+    if not all(_aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
-    return CallFacts(op, tensors[0].device, precision, variant, frozenset(features), refusals)
+    return CallFacts(op, device, precision, variant, frozenset(features), refusals)
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,10 +119,10 @@ def _one_sequence(length: int, device: torch.device) -> Tensor:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    if tensor.data_ptr() % TMA_ALIGNMENT:
+    if tensor.data_ptr() % ALIGNMENT:
         return False
     width = tensor.element_size()
     return all(
-        size == 1 or (stride * width) % TMA_ALIGNMENT == 0
+        size == 1 or (stride * width) % ALIGNMENT == 0
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )

@@ -62,7 +62,8 @@ def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, 
         return
     nowhere = Where(None, None, None, None, None, None, None, None)
     precision = _dispatch.PRECISIONS[partial_out.dtype]
-    facts = _dispatch.call_facts("combine", nowhere, precision, {"head_dim": partial_out.shape[3]}, (partial_out,))
+    variant = {"head_dim": partial_out.shape[3]}
+    facts = _dispatch.call_facts("combine", nowhere, partial_out.device, precision, variant, (partial_out,))
     if partial_out.numel() == 0:
         _dispatch.find_kernel(facts, backend)
         out.zero_()

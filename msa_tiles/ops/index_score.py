@@ -111,6 +111,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
     facts = _dispatch.call_facts(
         "index_score",
         where,
+        idx_q.device,
         _dispatch.PRECISIONS[idx_q.dtype],
         {"head_dim": idx_q.shape[2], "block_size": block_size, "heads_per_group": 1},
         (idx_q, idx_k),

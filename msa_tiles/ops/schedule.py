@@ -116,7 +116,9 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
     # Paged keys matter to the attention kernel, not to the reverse index.
     variant = {"block_size": block_size}
     refusals = _dispatch.broken_rules("build_schedule", topk=block_indices.shape[2])
-    facts = _dispatch.call_facts("build_schedule", where.without_pages(), "bf16", variant, (block_indices,), refusals)
+    facts = _dispatch.call_facts(
+        "build_schedule", where.without_pages(), block_indices.device, "bf16", variant, refusals=refusals
+    )
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()
         return

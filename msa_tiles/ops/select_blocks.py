@@ -101,6 +101,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
     facts = _dispatch.call_facts(
         "select_blocks",
         where,
+        idx_q.device,
         _dispatch.PRECISIONS[idx_q.dtype],
         {
             "head_dim": idx_q.shape[2],

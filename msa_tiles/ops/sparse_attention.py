@@ -146,6 +146,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
     facts = _dispatch.call_facts(
         "sparse_attention",
         where,
+        q.device,
         _dispatch.PRECISIONS[q.dtype],
         {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
         (q, k, v),

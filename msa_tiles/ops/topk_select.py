@@ -151,10 +151,10 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
         "topk_select",
         # Positions play no part when the number of valid blocks is given, and pages never do.
         _positions_only(where, valid_tensor is not None or valid_number is not None),
+        score.device,
         "bf16",
         {"topk": topk, "heads_per_group": score.shape[0] // num_kv_heads},
-        (score,),
-        refusals,
+        refusals=refusals,
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:
