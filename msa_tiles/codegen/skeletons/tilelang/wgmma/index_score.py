@@ -1,0 +1,205 @@
+"""Indexer scores with block max-pool: one float32 per query, index head and KV block.
+
+Grid: (index head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
+one request; slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong
+to nobody.
+
+Warps
+  warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, stores
+  warpgroup CONSUMERS           producer: loads Q once, then streams the index keys, one block a stage
+
+Pipelines (name: depth, arrivals)
+  q_full: 1, 128 producer threads + TMA bytes
+  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
+
+The consumer keeps two score tiles in flight, so one is multiplied while the other is reduced. Warp i owns rows 16i to
+16i+15; their maxima gather in shared memory, GATHER blocks a row, and leave as whole 128-byte lines.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 4  # <- tile.stages
+CONSUMERS = 2  # <- tile.consumers
+PRODUCER_REGISTERS = 24  # <- tile.producer_registers
+CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+}
+ROWS = 64
+TILE = CONSUMERS * ROWS
+GATHER = 32
+
+
+def index_score(head_dim: int, block_size: int):
+    """Build the kernel for one index dim and block size.
+
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim] -> out [num_index_heads, total_q, max_blocks]
+    float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf for a block
+    without one.
+    """
+    total_q, total_k, num_index_heads, max_blocks = T.dynamic("total_q, total_k, num_index_heads, max_blocks")
+    num_starts, num_requests = T.dynamic("num_starts, num_requests")
+    q_token, q_head, k_token, out_head, out_token = T.dynamic("q_token, q_head, k_token, out_head, out_token")
+
+    @T.macro
+    def store_rows(w, warp_row, lane, gathered, first_block, last_block, head, first_token, end_token, out):
+        """Write blocks [first_block, last_block) of this warp's rows from the gathered maxima."""
+        T.sync_warp()
+        if first_block + lane < last_block:
+            for i in T.serial(16):
+                if first_token + warp_row + i < end_token:
+                    out[head, first_token + warp_row + i, first_block + lane] = gathered[w, warp_row + i, lane]
+        T.sync_warp()
+
+    @T.macro
+    def consume(
+        w, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free,
+        head, first_token, end_token, first_limit, length, num_blocks, out,
+    ):  # fmt: skip
+        S_even = T.alloc_fragment([ROWS, block_size], "float32")
+        S_odd = T.alloc_fragment([ROWS, block_size], "float32")
+        max_even = T.alloc_fragment([ROWS], "float32")
+        max_odd = T.alloc_fragment([ROWS], "float32")
+        stage = T.alloc_var("int32")
+        phase = T.alloc_var("int32")
+        even = T.alloc_var("int32")
+        odd = T.alloc_var("int32")
+        lane = tx % 32
+        warp_row = (tx - w * 128) // 32 * 16
+        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
+        scored = T.min(num_blocks, max_blocks)
+        stage = 0
+        phase = 0
+        if num_blocks > 0:
+            T.barrier_wait(q_full, 0)
+            T.barrier_wait(k_full[0], 0)
+            T.wgmma_gemm(Q_shared[w, :, :], K_shared[0, :, :], S_even, transpose_B=True, clear_accum=True)
+        for pair in T.serial((num_blocks + 1) // 2):
+            even = stage
+            T.fill(max_even, -T.infinity("float32"))
+            T.fill(max_odd, -T.infinity("float32"))
+            stage = stage + 1
+            if stage == STAGES:
+                stage = 0
+                phase = phase ^ 1
+            odd = stage
+            if pair * 2 + 1 < num_blocks:
+                T.barrier_wait(k_full[odd], phase)
+            # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
+            T.wgmma_gemm(Q_shared[w, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(1)
+            T.barrier_arrive(k_free[even])
+            block_max(S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1)
+            stage = stage + 1
+            if stage == STAGES:
+                stage = 0
+                phase = phase ^ 1
+            if pair * 2 + 2 < num_blocks:
+                T.barrier_wait(k_full[stage], phase)
+            T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(1)
+            if pair * 2 + 1 < num_blocks:
+                T.barrier_arrive(k_free[odd])
+            block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
+            for i in T.Parallel(ROWS):
+                gathered[w, i, (pair * 2) % GATHER] = max_even[i]
+            for i in T.Parallel(ROWS):
+                gathered[w, i, (pair * 2) % GATHER + 1] = max_odd[i]
+            if (pair * 2 + 2) % GATHER == 0:
+                store_rows(
+                    w, warp_row, lane, gathered, pair * 2 + 2 - GATHER, scored, head, first_token, end_token, out
+                )
+        T.wait_wgmma(0)
+        if num_blocks % GATHER != 0 and (num_blocks + 1) % GATHER != 0:
+            store_rows(
+                w, warp_row, lane, gathered, num_blocks // GATHER * GATHER, scored, head, first_token, end_token, out
+            )
+        for i in T.serial(16):
+            if first_token + warp_row + i < end_token:
+                for step in T.serial(T.ceildiv(max_blocks - scored, 32)):
+                    if scored + step * 32 + lane < max_blocks:
+                        out[head, first_token + warp_row + i, scored + step * 32 + lane] = -T.infinity("float32")
+
+    @T.prim_func
+    def main(
+        idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        idx_k: T.StridedTensor((total_k, head_dim), (k_token, 1), ELEMENT),
+        cu_seqlens_q: T.Tensor((num_starts,), "int32"),
+        cu_seqlens_k: T.Tensor((num_starts,), "int32"),
+        seqused_k: T.Tensor((num_requests,), "int32"),
+        out: T.StridedTensor((num_index_heads, total_q, max_blocks), (out_head, out_token, 1), "float32"),
+        use_seqused: T.int32,
+        causal: T.int32,
+    ):
+        with T.Kernel(num_index_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (
+            head,
+            slot_reversed,
+        ):
+            Q_shared = T.alloc_shared([CONSUMERS, ROWS, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            gathered = T.alloc_shared([CONSUMERS, ROWS, GATHER + 1], "float32", scope="shared.dyn")
+            q_full = T.alloc_barrier(arrive_count=128)
+            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
+            request = T.alloc_local([1], "int32")
+            length = T.alloc_var("int32")
+            end_token = T.alloc_var("int32")
+            num_blocks = T.alloc_var("int32")
+            first_limit = T.alloc_var("int32")
+            tx = T.get_thread_binding()
+            slot = total_q // TILE + num_starts - 1 - slot_reversed
+            last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
+            first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
+            length = 0
+            end_token = total_q
+            num_blocks = 0
+            if request[0] < num_starts - 1:
+                length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
+                end_token = cu_seqlens_q[request[0] + 1]
+            first_limit = length - end_token + first_token
+            num_blocks = T.ceildiv(
+                T.max(T.min(length - end_token + T.min(first_token + TILE, end_token), length), 0), block_size
+            )
+            if causal == 0:
+                first_limit = length
+                num_blocks = T.ceildiv(length, block_size)
+            if first_token < end_token:
+                if tx >= CONSUMERS * 128:
+                    T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                    if num_blocks > 0:
+                        key_row = cu_seqlens_k[request[0]]
+                        for w in T.unroll(CONSUMERS):
+                            T.tma_copy(
+                                idx_q[first_token + w * ROWS : first_token + w * ROWS + ROWS, head, :],
+                                Q_shared[w, :, :],
+                                barrier=q_full,
+                            )
+                        T.barrier_arrive(q_full)
+                        for block in T.serial(num_blocks):
+                            T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
+                            T.tma_copy(
+                                idx_k[key_row + block * block_size : key_row + block * block_size + block_size, :],
+                                K_shared[block % STAGES, :, :],
+                                barrier=k_full[block % STAGES],
+                            )
+                            T.barrier_arrive(k_full[block % STAGES])
+                elif tx < 128:
+                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                    consume(
+                        0, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token, end_token,
+                        first_limit, length, num_blocks, out,
+                    )  # fmt: skip
+                else:
+                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                    consume(
+                        1, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token + ROWS,
+                        end_token, first_limit + ROWS, length, num_blocks, out,
+                    )  # fmt: skip
+
+    return main

@@ -1,0 +1,212 @@
+"""Indexer scores and top-k in one kernel: the score matrix never exists.
+
+Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
+one request; slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong
+to nobody.
+
+Warps
+  warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
+  warpgroup CONSUMERS           producer: loads Q once, then streams the index keys, one block a stage
+
+Pipelines (name: depth, arrivals)
+  q_full: 1, 128 producer threads + TMA bytes
+  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
+
+The consumer keeps two score tiles in flight, so one is multiplied while the other is reduced. Row maxima pass through
+shared memory inside a warp: warp i owns rows 16i to 16i+15, lane l serves row l % 16 and takes the even blocks
+(l < 16) or the odd ones. The two lists of a row are merged at the end. With several index heads per KV head the
+maximum also runs over the heads.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang import topk as top
+from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 4  # <- tile.stages
+CONSUMERS = 2  # <- tile.consumers
+PRODUCER_REGISTERS = 24  # <- tile.producer_registers
+CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+}
+ROWS = 64
+TILE = CONSUMERS * ROWS
+
+
+def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int):
+    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
+
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim] -> out [num_kv_heads, total_q, k] int32 with
+    k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+    """
+    total_q, total_k, num_index_heads, num_kv_heads, k = T.dynamic("total_q, total_k, num_index_heads, num_kv_heads, k")
+    num_starts, num_requests = T.dynamic("num_starts, num_requests")
+    q_token, q_head, k_token, out_head, out_token = T.dynamic("q_token, q_head, k_token, out_head, out_token")
+
+    @T.macro
+    def consume(
+        w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
+        head, first_token, end_token, first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+    ):  # fmt: skip
+        S_even = T.alloc_fragment([ROWS, block_size], "float32")
+        S_odd = T.alloc_fragment([ROWS, block_size], "float32")
+        max_even = T.alloc_fragment([ROWS], "float32")
+        max_odd = T.alloc_fragment([ROWS], "float32")
+        keys = T.alloc_local([topk], "int32")
+        ids = T.alloc_local([topk], "int32")
+        stage = T.alloc_var("int32")
+        phase = T.alloc_var("int32")
+        key = T.alloc_var("int32")
+        block = T.alloc_var("int32")
+        even = T.alloc_var("int32")
+        odd = T.alloc_var("int32")
+        lane = tx % 32
+        row = (tx - w * 128) // 32 * 16 + lane % 16
+        limit = T.min(first_limit + row, length - 1)
+        valid = T.if_then_else(limit >= 0, limit // block_size + 1, 0)
+        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
+        top.clear(keys, ids, topk)
+        stage = 0
+        phase = 0
+        if num_blocks > 0:
+            T.barrier_wait(q_full, 0)
+            T.barrier_wait(k_full[0], 0)
+            T.wgmma_gemm(Q_shared[w, 0, :, :], K_shared[0, :, :], S_even, transpose_B=True, clear_accum=True)
+        for pair in T.serial((num_blocks + 1) // 2):
+            even = stage
+            T.fill(max_even, -T.infinity("float32"))
+            T.fill(max_odd, -T.infinity("float32"))
+            stage = stage + 1
+            if stage == STAGES:
+                stage = 0
+                phase = phase ^ 1
+            odd = stage
+            if pair * 2 + 1 < num_blocks:
+                T.barrier_wait(k_full[odd], phase)
+            for r in T.unroll(heads_per_group):
+                # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
+                T.wgmma_gemm(Q_shared[w, r, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(1)
+                if r == heads_per_group - 1:
+                    T.barrier_arrive(k_free[even])
+                block_max(
+                    S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1
+                )
+                if r < heads_per_group - 1:
+                    T.wgmma_gemm(
+                        Q_shared[w, r + 1, :, :], K_shared[even, :, :], S_even, transpose_B=True, clear_accum=True
+                    )
+                else:
+                    stage = stage + 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase = phase ^ 1
+                    if pair * 2 + 2 < num_blocks:
+                        T.barrier_wait(k_full[stage], phase)
+                    T.wgmma_gemm(Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(1)
+                if r == heads_per_group - 1:
+                    if pair * 2 + 1 < num_blocks:
+                        T.barrier_arrive(k_free[odd])
+                block_max(
+                    S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1
+                )
+            T.sync_warp()
+            for i in T.Parallel(ROWS):
+                max_shared[w, 0, i] = max_even[i]
+            for i in T.Parallel(ROWS):
+                max_shared[w, 1, i] = max_odd[i]
+            T.sync_warp()
+            block = pair * 2 + lane // 16
+            key = top.forced_key(
+                top.order_key(max_shared[w, lane // 16, row]), block, valid, init_blocks, local_blocks
+            )
+            if block < valid:
+                top.insert(keys, ids, topk, key, block)
+        T.wait_wgmma(0)
+        top.merge(keys, ids, topk, 16, lane < 16)
+        if lane < 16 and first_token + row < end_token:
+            top.emit(keys, ids, topk, valid, k, order, out, head, first_token + row)
+
+    @T.prim_func
+    def main(
+        idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        idx_k: T.StridedTensor((total_k, head_dim), (k_token, 1), ELEMENT),
+        cu_seqlens_q: T.Tensor((num_starts,), "int32"),
+        cu_seqlens_k: T.Tensor((num_starts,), "int32"),
+        seqused_k: T.Tensor((num_requests,), "int32"),
+        out: T.StridedTensor((num_kv_heads, total_q, k), (out_head, out_token, 1), "int32"),
+        use_seqused: T.int32,
+        init_blocks: T.int32,
+        local_blocks: T.int32,
+        order: T.int32,
+    ):
+        with T.Kernel(num_kv_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (head, slot_reversed):
+            Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")
+            q_full = T.alloc_barrier(arrive_count=128)
+            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
+            request = T.alloc_local([1], "int32")
+            length = T.alloc_var("int32")
+            end_token = T.alloc_var("int32")
+            num_blocks = T.alloc_var("int32")
+            tx = T.get_thread_binding()
+            slot = total_q // TILE + num_starts - 1 - slot_reversed
+            last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
+            first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
+            length = 0
+            end_token = total_q
+            num_blocks = 0
+            if request[0] < num_starts - 1:
+                length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
+                end_token = cu_seqlens_q[request[0] + 1]
+                num_blocks = T.ceildiv(
+                    T.max(T.min(length - end_token + T.min(first_token + TILE, end_token), length), 0), block_size
+                )
+            first_limit = length - end_token + first_token
+            if first_token < end_token:
+                if tx >= CONSUMERS * 128:
+                    T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                    if num_blocks > 0:
+                        key_row = cu_seqlens_k[request[0]]
+                        for w in T.unroll(CONSUMERS):
+                            for r in T.unroll(heads_per_group):
+                                T.tma_copy(
+                                    idx_q[
+                                        first_token + w * ROWS : first_token + w * ROWS + ROWS,
+                                        head * heads_per_group + r,
+                                        :,
+                                    ],
+                                    Q_shared[w, r, :, :],
+                                    barrier=q_full,
+                                )
+                        T.barrier_arrive(q_full)
+                        for block in T.serial(num_blocks):
+                            T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
+                            T.tma_copy(
+                                idx_k[key_row + block * block_size : key_row + block * block_size + block_size, :],
+                                K_shared[block % STAGES, :, :],
+                                barrier=k_full[block % STAGES],
+                            )
+                            T.barrier_arrive(k_full[block % STAGES])
+                elif tx < 128:
+                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                    consume(
+                        0, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token, end_token,
+                        first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+                    )  # fmt: skip
+                else:
+                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                    consume(
+                        1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + ROWS,
+                        end_token, first_limit + ROWS, length, num_blocks, init_blocks, local_blocks, order, out,
+                    )  # fmt: skip
+
+    return main

@@ -1,0 +1,290 @@
+"""KV-outer sparse attention over one query window: every KV block meets the queries that selected it.
+
+Grid: one persistent CTA per SM. A task is one KV block of one KV head with a run of the edges (query, slot) that
+selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
+work stay in L2.
+
+Warps
+  warpgroups 0 .. CONSUMERS-1   one 64-row tile at a time: S = Q K^T, softmax over the block, O = P V, partial store
+  warpgroup CONSUMERS           producer: claims tasks, loads K, V and gathers the query rows of each tile by TMA
+
+Pipelines (name: depth, arrivals)
+  k_full, v_full: 1, 128 producer threads + TMA bytes      kv_free: 1, all consumer threads
+  q_full: STAGES per consumer, 128 producer threads + TMA bytes
+  q_free: STAGES per consumer, the 128 threads of that consumer, once the partial staged in the slot has left
+
+A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
+to global memory. The next tile's S is issued before the current partial is scaled, so it overlaps the epilogue.
+
+A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows
+(8 is the least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
+
+Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. The last tile of a task repeats its last
+edge; both copies write the same bytes. Tasks are (first key row, first edge, number of edges, valid rows << 1 | cut),
+where cut says that some edge sees only a part of the block, and valid rows end with the request's keys.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.softmax import block_softmax
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 5  # <- tile.stages
+CONSUMERS = 2  # <- tile.consumers
+PRODUCER_REGISTERS = 24  # <- tile.producer_registers
+CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.enable_fast_math": True,
+}
+ROWS = 64
+LN_2 = 0.6931471805599453
+
+
+def sparse_attention(head_dim: int, block_size: int, group: int):
+    """Build the kernel for one head dim, block size and number of query heads per KV head.
+
+    The kernel takes q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], the window's
+    schedule, and writes partial_out [window, topk, num_q_heads, head_dim] and partial_lse [window, topk, num_q_heads]
+    (natural logarithm) for every edge of the window. scale_log2 is the softmax scale times log2(e).
+    """
+    rows_per_query = max(group, 8)
+    queries = ROWS // rows_per_query
+    halves = head_dim // 64
+
+    total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
+    num_windows, window, topk, num_edges, num_tasks = T.dynamic("num_windows, window, topk, num_edges, num_tasks")
+    q_token, q_head, k_token, k_head, v_token, v_head = T.dynamic("q_token, q_head, k_token, k_head, v_token, v_head")
+
+    @T.macro
+    def consume(
+        w, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+        edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+    ):  # fmt: skip
+        S = T.alloc_fragment([ROWS, block_size], "float32")
+        P = T.alloc_fragment([ROWS, block_size], ELEMENT)
+        O = T.alloc_fragment([ROWS, head_dim], "float32")
+        row_max = T.alloc_fragment([ROWS], "float32")
+        row_sum = T.alloc_fragment([ROWS], "float32")
+        row_edge = T.alloc_fragment([ROWS], "int32")
+        slot = T.alloc_var("int32")
+        phase = T.alloc_var("int32")
+        staged = T.alloc_var("int32")
+        used = T.alloc_var("int32")
+        turn = T.alloc_var("int32")
+        running = T.alloc_var("int32")
+        my_tiles = T.alloc_var("int32")
+        task = T.alloc_var("int32")
+        head = T.alloc_var("int32")
+        slot = 0
+        phase = 0
+        staged = -1
+        turn = 0
+        running = 1
+        while running > 0:
+            T.barrier_wait(k_full, turn & 1)
+            task = task_shared[0]
+            head = task_shared[1]
+            if task < 0:
+                running = 0
+                task = 0
+            first_edge = tasks[window_index, head, task, 1]
+            last_edge = first_edge + tasks[window_index, head, task, 2] - 1
+            extent = tasks[window_index, head, task, 3]
+            tiles = T.ceildiv(tasks[window_index, head, task, 2], queries) * running
+            my_tiles = (tiles - w + CONSUMERS - 1) // CONSUMERS
+            if my_tiles > 0:
+                T.barrier_wait(q_full[w * STAGES + slot], phase)
+                T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
+            if running > 0:
+                T.barrier_wait(v_full, turn & 1)
+                if (extent >> 1) < block_size:
+                    # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+                    for i, j in T.Parallel(block_size, head_dim):
+                        if i >= (extent >> 1):
+                            V_shared[i, j] = 0
+                    T.fence_proxy_async()
+                    T.sync_threads(8 + w, 128)
+            for tile in T.serial(my_tiles):
+                first = first_edge + (tile * CONSUMERS + w) * queries
+                for i in T.Parallel(ROWS):
+                    row_edge[i] = edges[window_index, head, T.min(first + i // rows_per_query, last_edge)]
+                T.wait_wgmma(0)
+                if (extent & 1) != 0:
+                    for i, j in T.Parallel(ROWS, block_size):
+                        S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
+                block_softmax(S, P, row_max, row_sum, scale_log2, ROWS, block_size)
+                T.wgmma_gemm(P, V_shared, O, clear_accum=True)
+                used = slot
+                slot = slot + 1
+                if slot == STAGES:
+                    slot = 0
+                    phase = phase ^ 1
+                if tile + 1 < my_tiles:
+                    T.barrier_wait(q_full[w * STAGES + slot], phase)
+                # On the last tile this recomputes a slot whose result nobody reads: the wait below stays uniform.
+                T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(1)
+                for i in T.Parallel(ROWS):
+                    if i % rows_per_query < group:
+                        partial_lse[
+                            row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query
+                        ] = (row_max[i] * scale_log2 + T.log2(row_sum[i])) * LN_2
+                for i in T.Parallel(ROWS):
+                    row_sum[i] = 1.0 / row_sum[i]
+                for i, j in T.Parallel(ROWS, head_dim):
+                    O[i, j] = O[i, j] * row_sum[i]
+                T.tma_store_wait(0)
+                T.sync_threads(8 + w, 128)
+                if staged >= 0:
+                    T.barrier_arrive(q_free[w * STAGES + staged])
+                staged = used
+                T.copy(O, Q_shared[w * STAGES + used, :, :])
+                T.fence_proxy_async()
+                T.sync_threads(8 + w, 128)
+                for r in T.unroll(queries):
+                    edge = edges[window_index, head, T.min(first + r, last_edge)]
+                    for half in T.unroll(halves):
+                        T.tma_copy(
+                            Q_shared[
+                                w * STAGES + used,
+                                r * rows_per_query : r * rows_per_query + group,
+                                half * 64 : half * 64 + 64,
+                            ],
+                            partial_out[
+                                edge >> 13,
+                                (edge >> 7) & 63,
+                                head * group : head * group + group,
+                                half * 64 : half * 64 + 64,
+                            ],
+                            eviction_policy="evict_first",
+                        )
+            T.wait_wgmma(0)
+            T.barrier_arrive(kv_free)
+            turn = turn + 1
+        T.tma_store_wait(0)
+
+    @T.prim_func
+    def main(
+        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        k: T.StridedTensor((total_k, num_kv_heads, head_dim), (k_token, k_head, 1), ELEMENT),
+        v: T.StridedTensor((total_k, num_kv_heads, head_dim), (v_token, v_head, 1), ELEMENT),
+        edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
+        tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 4), "int32"),
+        counts: T.Tensor((num_windows, num_kv_heads), "int32"),
+        claims: T.Tensor((num_windows,), "int32"),
+        partial_out: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
+        partial_lse: T.Tensor((window, topk, num_q_heads), "float32"),
+        scale_log2: T.float32,
+        window_index: T.int32,
+        num_ctas: T.int32,
+    ):
+        with T.Kernel(num_ctas, threads=(CONSUMERS + 1) * 128):
+            K_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
+            V_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
+            Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], ELEMENT)
+            task_shared = T.alloc_shared([2], "int32", scope="shared")
+            k_full = T.alloc_barrier(arrive_count=128)
+            v_full = T.alloc_barrier(arrive_count=128)
+            kv_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
+            q_full = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
+            q_free = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
+            tx = T.get_thread_binding()
+            if tx >= CONSUMERS * 128:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                turn = T.alloc_var("int32")
+                running = T.alloc_var("int32")
+                claim = T.alloc_var("int32")
+                claim_head = T.alloc_var("int32")
+                seeking = T.alloc_var("int32")
+                task = T.alloc_var("int32")
+                head = T.alloc_var("int32")
+                slot = T.alloc_local([CONSUMERS], "int32")
+                phase = T.alloc_local([CONSUMERS], "int32")
+                for w in T.unroll(CONSUMERS):
+                    slot[w] = 0
+                    phase[w] = 1
+                turn = 0
+                running = 1
+                while running > 0:
+                    if tx == CONSUMERS * 128:
+                        # Claims run through one head's list after the other, so that only the queries of one head
+                        # group have to stay in L2.
+                        claim = T.atomic_add(claims[window_index], 1, return_prev=True)
+                        claim_head = 0
+                        seeking = 1
+                        while seeking > 0:
+                            if claim_head >= num_kv_heads:
+                                claim = -1
+                                claim_head = 0
+                                seeking = 0
+                            elif claim >= counts[window_index, claim_head]:
+                                claim = claim - counts[window_index, claim_head]
+                                claim_head = claim_head + 1
+                            else:
+                                seeking = 0
+                    T.barrier_wait(kv_free, (turn & 1) ^ 1)
+                    if tx == CONSUMERS * 128:
+                        task_shared[0] = claim
+                        task_shared[1] = claim_head
+                    T.sync_threads(7, 128)
+                    task = task_shared[0]
+                    head = task_shared[1]
+                    if task < 0:
+                        running = 0
+                        task = 0
+                    key_row = tasks[window_index, head, task, 0]
+                    first_edge = tasks[window_index, head, task, 1]
+                    num = tasks[window_index, head, task, 2] * running
+                    if running > 0:
+                        T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
+                    T.barrier_arrive(k_full)
+                    if running > 0:
+                        T.tma_copy(v[key_row : key_row + block_size, head, :], V_shared, barrier=v_full)
+                        T.barrier_arrive(v_full)
+                    for round in T.serial(T.ceildiv(num, queries * CONSUMERS)):
+                        for w in T.unroll(CONSUMERS):
+                            if (round * CONSUMERS + w) * queries < num:
+                                T.barrier_wait(q_free[w * STAGES + slot[w]], phase[w])
+                                for r in T.unroll(queries):
+                                    edge = edges[
+                                        window_index,
+                                        head,
+                                        first_edge + T.min((round * CONSUMERS + w) * queries + r, num - 1),
+                                    ]
+                                    for half in T.unroll(halves):
+                                        T.tma_copy(
+                                            q[
+                                                window_index * window + (edge >> 13),
+                                                head * group : head * group + group,
+                                                half * 64 : half * 64 + 64,
+                                            ],
+                                            Q_shared[
+                                                w * STAGES + slot[w],
+                                                r * rows_per_query : r * rows_per_query + group,
+                                                half * 64 : half * 64 + 64,
+                                            ],
+                                            barrier=q_full[w * STAGES + slot[w]],
+                                        )
+                                T.barrier_arrive(q_full[w * STAGES + slot[w]])
+                                slot[w] = slot[w] + 1
+                                if slot[w] == STAGES:
+                                    slot[w] = 0
+                                    phase[w] = phase[w] ^ 1
+                    turn = turn + 1
+            elif tx < 128:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                consume(
+                    0, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+                    edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                )  # fmt: skip
+            else:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                consume(
+                    1, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+                    edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                )  # fmt: skip
+
+    return main

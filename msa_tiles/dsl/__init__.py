@@ -1,0 +1,1 @@
+"""Device helpers that generated kernels import, one package per DSL."""

@@ -1,0 +1,1 @@
+"""Device helpers that generated TileLang kernels import."""

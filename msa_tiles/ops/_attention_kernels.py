@@ -1,0 +1,191 @@
+"""How the attention kernels are launched on CUDA: query windows over one bounded workspace.
+
+A window of queries runs through two kernels: sparse_attention writes one partial result per (query, slot) edge of the
+schedule, combine merges the slots. The partial results of a window live in the workspace, [window, topk, Hq, D] and
+their LSE [window, topk, Hq]; the next window overwrites them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _validate
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime import CallFacts
+
+LOG2_E = math.log2(math.e)
+
+# Queries per window: the queries of one head group stay in L2 up to here, and a window is long enough to fill the GPU.
+MOST_QUERIES = 4096
+WINDOW_MULTIPLE = 128
+
+# The schedule kernel cuts a block's edges into tasks of at most this many (tile.chunk of its spec).
+CHUNK = 128
+
+
+def window_for(total_q: int, most: int) -> int:
+    """Queries per window when ``most`` fit the workspace: as few windows as possible, of nearly equal size."""
+    most = min(most, MOST_QUERIES)
+    if most >= WINDOW_MULTIPLE:
+        most -= most % WINDOW_MULTIPLE
+    windows = -(-total_q // most)
+    window = -(-total_q // windows)
+    return min(most, -(-window // WINDOW_MULTIPLE) * WINDOW_MULTIPLE)
+
+
+def bytes_per_query(topk: int, num_q_heads: int, head_dim: int) -> int:
+    """What the partial results of one query take: BF16 outputs and float32 LSE for every slot."""
+    return topk * num_q_heads * (2 * head_dim + 4)
+
+
+def choose_window(block_indices: Tensor) -> int:
+    """Queries per window of a schedule that is made before its attention is known."""
+    return window_for(block_indices.shape[1], MOST_QUERIES)
+
+
+def allocate_schedule(
+    block_indices: Tensor, *, num_requests: int, max_seqlen_k: int | None, block_size: int, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised edges [windows, Hkv, window * k], tasks [windows, Hkv, most tasks, 4] and counts [windows, Hkv]."""
+    num_kv_heads, total_q, topk = block_indices.shape
+    windows = (total_q + window - 1) // window
+    tasks = _most_blocks(window * topk, num_requests, max_seqlen_k, block_size) + window * topk // CHUNK
+    return (
+        block_indices.new_empty((windows, num_kv_heads, window * topk)),
+        block_indices.new_empty((windows, num_kv_heads, tasks, 4)),
+        block_indices.new_empty((windows, num_kv_heads)),
+    )
+
+
+def _most_blocks(edges: int, num_requests: int, max_seqlen_k: int | None, block_size: int) -> int:
+    """How many blocks the edges of one window and head can touch."""
+    if max_seqlen_k is None:
+        return edges
+    return min(edges, num_requests * ((max_seqlen_k + block_size - 1) // block_size))
+
+
+def build_schedule(
+    facts: CallFacts,
+    block_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor,
+    use_seqused: int,
+    *,
+    block_size: int,
+    window: int,
+    edges: Tensor,
+    tasks: Tensor,
+    counts: Tensor,
+) -> None:
+    """Fill the tensors of a schedule."""
+    kernel = _find(facts, "auto", "build_schedule", {"block_size": block_size})
+    kernel(block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, edges, tasks, counts, use_seqused, window)
+
+
+def sparse_attention(
+    facts: CallFacts,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor,
+    use_seqused: int,
+    *,
+    block_size: int,
+    softmax_scale: float,
+    max_seqlen_k: int | None,
+    schedule: tuple[Tensor, Tensor, Tensor, int] | None,
+    workspace: Tensor | None,
+    workspace_bytes: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill out and lse, one window of queries after the other."""
+    attend = _find(facts, backend, "sparse_attention", facts.variant)
+    merge = _find(facts, backend, "combine", {"head_dim": q.shape[2]})
+    total_q, num_q_heads, head_dim = q.shape
+    topk = block_indices.shape[2]
+    most = workspace_bytes // bytes_per_query(topk, num_q_heads, head_dim)
+    if schedule is not None:
+        edges, tasks, counts, window = schedule
+        if window > most:
+            _refuse_workspace(workspace_bytes, window, topk, num_q_heads, head_dim)
+    else:
+        if most < 1:
+            _refuse_workspace(workspace_bytes, 1, topk, num_q_heads, head_dim)
+        window = window_for(total_q, most)
+        num_requests = cu_seqlens_q.shape[0] - 1
+        longest = k.shape[0] if max_seqlen_k is None else min(max_seqlen_k, k.shape[0])
+        edges, tasks, counts = allocate_schedule(
+            block_indices, num_requests=num_requests, max_seqlen_k=longest, block_size=block_size, window=window
+        )
+        build_schedule(
+            facts,
+            block_indices,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            use_seqused,
+            block_size=block_size,
+            window=window,
+            edges=edges,
+            tasks=tasks,
+            counts=counts,
+        )
+    partial_out, partial_lse = _partials(workspace, q, window, topk)
+    windows = edges.shape[0]
+    claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
+    num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
+    # combine reads [splits, queries, heads, dim]: the slots are the splits.
+    split_out, split_lse = partial_out.transpose(0, 1), partial_lse.transpose(0, 1)
+    for index in range(windows):
+        first, count = index * window, min(window, total_q - index * window)
+        # A slot without an edge stays empty.
+        partial_lse.fill_(-torch.inf)
+        attend(
+            q, k, v, edges, tasks, counts, claims, partial_out, partial_lse, softmax_scale * LOG2_E, index, num_ctas
+        )
+        merge(
+            split_out[:, :count], split_lse[:, :count], out[first : first + count], lse[first : first + count]
+        )
+
+
+def combine(
+    facts: CallFacts, backend: str, partial_out: Tensor, partial_lse: Tensor, *, out: Tensor, lse: Tensor
+) -> None:
+    """Fill out and lse from partial results and their LSE."""
+    kernel = _find(facts, backend, "combine", {"head_dim": out.shape[2]})
+    kernel(partial_out, partial_lse, out, lse)
+
+
+def _find(facts: CallFacts, backend: str, op: str, variant: dict[str, int]) -> Any:
+    from msa_tiles.runtime import find_kernel
+
+    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant), backend=backend)
+
+
+def _partials(workspace: Tensor | None, q: Tensor, window: int, topk: int) -> tuple[Tensor, Tensor]:
+    """Partial outputs [window, k, Hq, D] and LSE [window, k, Hq] in the caller's workspace, or in one of our own."""
+    _, num_q_heads, head_dim = q.shape
+    elements = window * topk * num_q_heads
+    size = elements * (2 * head_dim + 4)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    outputs = workspace[: elements * head_dim * 2].view(q.dtype)
+    lses = workspace[elements * head_dim * 2 : size].view(torch.float32)
+    return outputs.view(window, topk, num_q_heads, head_dim), lses.view(window, topk, num_q_heads)
+
+
+def _refuse_workspace(came: int, queries: int, topk: int, num_q_heads: int, head_dim: int) -> None:
+    wanted = queries * bytes_per_query(topk, num_q_heads, head_dim)
+    _validate.refuse("workspace", f"{came} bytes", f"at least {wanted} for a window of {queries} queries")
