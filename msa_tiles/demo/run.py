@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -112,14 +113,14 @@ def prefill(layer: embed.Layer, shape: embed.Shape, device: Device) -> tuple[Ten
     outs = []
     for start in console.progress(starts, "sparse attention"):
         end = min(start + chunk, total)
-        part = ops.sparse_attention(
+        attended = ops.sparse_attention(
             layer.q[start:end],
             layer.k[:end],
             layer.v[:end],
             block_indices[:, start:end],
             block_size=shape.block_size,
         )
-        outs.append(part)
+        outs.append(cast(Tensor, attended))
         device.synchronise()
     return block_indices, torch.cat(outs), selected - began, time.perf_counter() - selected
 
