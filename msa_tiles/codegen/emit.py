@@ -11,6 +11,7 @@ Both see `plan`, `tile`, `target`, `precision` and `operator`.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -54,7 +55,7 @@ def render(
     scope = {"plan": plan, "tile": tile, "target": target, "precision": precision, "operator": operator}
     source = "".join(_value_lines(path.read_text(encoding="utf-8"), file))
     try:
-        template = _ENVIRONMENT.from_string(source)
+        template = _template(source)
         text = template.render(**scope, _value=lambda dotted, line: _value(dotted, scope, Location(file, line)))
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
@@ -66,6 +67,11 @@ def render(
             raise SpecError(plan.where, f"{plan.cell}: tile.{name} is read by neither {file} nor a formula of the row")
     _check_module(text, plan, file)
     return text
+
+
+@functools.lru_cache(maxsize=64)
+def _template(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
 
 
 class _Tile(Mapping[str, int]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from msa_tiles.spec.model import Device, MmaKind, Precision, Scale, Target, frozen
 from msa_tiles.spec.source import Node
@@ -125,6 +124,7 @@ def _precision(name: str, node: Node) -> Precision:
         query=_dtypes(keys["query"]),
         output=keys["output"].string(("bfloat16", "float32")),
         where=node.where,
+        compute_where=keys["compute"].where,
     )
 
 
@@ -147,12 +147,3 @@ def _scale(node: Node) -> Scale:
         global_dtype=keys["global_dtype"].string(("float32",)) if "global_dtype" in keys else None,
         where=node.where,
     )
-
-
-def check_computable(precisions: Mapping[str, Precision], targets: Mapping[str, Target], root: Node) -> None:
-    """Every element a precision may be multiplied in exists on some target."""
-    known = {element for target in targets.values() for kind in target.mma.values() for element in kind.elements}
-    for name, node in root.entries().items():
-        for item in node.entries()["compute"].items():
-            if (element := item.string()) not in known:
-                raise item.error(f"precision {name} computes in {element!r}, which no target multiplies")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
-from msa_tiles.spec.hardware import check_computable, read_precisions, read_target
+from msa_tiles.spec.hardware import read_precisions, read_target
 from msa_tiles.spec.model import WIDE_ELEMENTS, KernelRow, Operator, Precision, Specs, Target, frozen
 from msa_tiles.spec.source import Location, SpecError, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
@@ -20,11 +20,18 @@ def load(specs_dir: Path) -> Specs:
     """
     target_files = _yaml_files(specs_dir / "targets")
     operator_files = _yaml_files(specs_dir / "operators")
-    targets = {path.stem: read_target(read(path), path.stem) for path in target_files}
-    precisions_node = read(specs_dir / "precisions.yaml")
-    precisions = read_precisions(precisions_node)
-    check_computable(precisions, targets, precisions_node)
-    operators = {path.stem: read_operator(read(path), path.stem) for path in operator_files}
+    return link(
+        targets={path.stem: read_target(read(path), path.stem) for path in target_files},
+        precisions=read_precisions(read(specs_dir / "precisions.yaml")),
+        operators={path.stem: read_operator(read(path), path.stem) for path in operator_files},
+    )
+
+
+def link(
+    targets: Mapping[str, Target], precisions: Mapping[str, Precision], operators: Mapping[str, Operator]
+) -> Specs:
+    """Join what the files declare, and check that they agree. Raises SpecError."""
+    _check_precisions(precisions, targets)
     for operator in operators.values():
         _check_workloads(operator, precisions)
         _check_tolerance(operator, precisions)
@@ -36,6 +43,17 @@ def _yaml_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise SpecError(Location(shown(directory), 1), "there is no such directory of specs")
     return sorted(directory.glob("*.yaml"))
+
+
+def _check_precisions(precisions: Mapping[str, Precision], targets: Mapping[str, Target]) -> None:
+    """Every element a precision may be multiplied in exists on some target."""
+    known = {element for target in targets.values() for kind in target.mma.values() for element in kind.elements}
+    for precision in precisions.values():
+        for element in precision.compute:
+            if element not in known:
+                raise SpecError(
+                    precision.compute_where, f"{precision.name} computes in {element!r}, which no target multiplies"
+                )
 
 
 def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) -> None:

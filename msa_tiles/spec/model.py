@@ -95,6 +95,7 @@ class Precision:
     query: tuple[str, ...]  # dtypes a query may have above this storage
     output: str
     where: Location = field(compare=False)
+    compute_where: Location = field(compare=False)
 
 
 @dataclass(frozen=True)

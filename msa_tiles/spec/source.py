@@ -35,11 +35,15 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Node:
-    """One YAML value. `where` is the line of its key, or its own line when it has none."""
+    """One YAML value. `where` is the line of its key, or its own line when it has none; the root has no name."""
 
     yaml: yaml.Node
     where: Location
     name: str
+
+    @property
+    def title(self) -> str:
+        return self.name or "the file"
 
     def error(self, sentence: str) -> SpecError:
         return SpecError(self.where, sentence)
@@ -53,23 +57,23 @@ class Node:
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-                raise node.error(f"unknown key {key!r} in {self.name}; {hint}")
+                raise node.error(f"unknown key {key!r} in {self.title}; {hint}")
         for key in required:
             if key not in found:
-                raise self.error(f"{self.name} lacks the key {key!r}")
+                raise self.error(f"{self.title} lacks the key {key!r}")
         return found
 
     def entries(self) -> dict[str, Node]:
         """The values of a mapping whose keys are free names."""
         if not isinstance(self.yaml, yaml.MappingNode):
-            raise self.error(f"{self.name} must be a mapping, not {self._kind()}")
+            raise self.error(f"{self.title} must be a mapping, not {self._kind()}")
         found: dict[str, Node] = {}
         for key_node, value_node in self.yaml.value:
             where = Location(self.where.file, key_node.start_mark.line + 1)
-            key = Node(key_node, where, f"a key of {self.name}").string()
+            key = Node(key_node, where, f"a key of {self.title}").string()
             if key in found:
                 raise SpecError(
-                    where, f"duplicate key {key!r} in {self.name}; it is first on line {found[key].where.line}"
+                    where, f"duplicate key {key!r} in {self.title}; it is first on line {found[key].where.line}"
                 )
             found[key] = Node(value_node, where, f"{self.name}.{key}" if self.name else key)
         return found
@@ -136,8 +140,9 @@ class Node:
         return tuple(values)
 
     def _kind(self) -> str:
-        kinds = {"mapping": "a mapping", "sequence": "a list"}
-        return kinds.get(self.yaml.id, "a single value")
+        if isinstance(self.yaml, yaml.MappingNode):
+            return "a mapping"
+        return "a list" if self.is_list() else "a single value"
 
 
 def read(path: Path) -> Node:
@@ -161,7 +166,7 @@ def parse(text: str, file: str) -> Node:
         raise SpecError(Location(file, 1), f"not valid YAML: {error}") from error
     if root is None:
         raise SpecError(Location(file, 1), "the file is empty")
-    return Node(root, Location(file, 1), "the file")
+    return Node(root, Location(file, 1), "")
 
 
 def shown(path: Path) -> str:

@@ -1,0 +1,170 @@
+"""Each mistake in a spec is reported with the file and the line it stands on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from msa_tiles import paths
+from msa_tiles.spec import SpecError, load
+
+ATTENTION = "operators/sparse_attention.yaml"
+SELECT = "operators/select_blocks.yaml"
+TOPK = "operators/topk_select.yaml"
+SM90 = "targets/sm90.yaml"
+PRECISIONS = "precisions.yaml"
+
+
+@pytest.fixture
+def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(paths.specs_dir(), tmp_path / "specs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "specs"
+
+
+# name: (file, text whose first occurrence is changed, what it becomes, lines from there to the reported one, sentence)
+# fmt: off
+MISTAKES = {
+    "unknown key":
+        (ATTENTION, "summary:", "sumary: x\nsummary:", 0, "unknown key 'sumary' in the file; did you mean 'summary'"),
+    "unknown key of a row":
+        (ATTENTION, "    compute: bfloat16", "    colour: red", 0, r"unknown key 'colour' in kernels\[0\]"),
+    "duplicate key":
+        (ATTENTION, "reference:", "reference: a\nreference:", 1, "duplicate key 'reference'.* it is first on line 3"),
+    "duplicate key of a flow mapping":
+        (TOPK, "{topk: 8, heads_per_group: 1}", "{topk: 8, topk: 8}", 0, "duplicate key 'topk'"),
+    "missing key": (ATTENTION, "    compute: bfloat16\n", "", -3, r"kernels\[0\] lacks the key 'compute'"),
+    "mapping wanted": (ATTENTION, "  bf16: {out: 0.03, lse: 0.005}", "  bf16: 3", 0, "must be a mapping"),
+    "list wanted": (ATTENTION, "    copy: [tma_load, tma_store]", "    copy: tma_load", 0, "must be a list"),
+    "single value wanted": (ATTENTION, "    compute: bfloat16", "    compute: [a]", 0, "must be a single value"),
+    "text wanted": (ATTENTION, "    compute: bfloat16", "    compute: 3", 0, "compute must be text, not 3"),
+    "integer wanted": (ATTENTION, "topk: 16}", "topk: many}", 0, "topk must be an integer, not 'many'"),
+    "bool is no integer": (ATTENTION, "topk: 16}", "topk: true}", 0, "topk must be an integer, not True"),
+    "number too small": (ATTENTION, "topk: 16}", "topk: 0}", 0, "topk is 0; it must be at least 1"),
+    "number wanted": (ATTENTION, "out: 0.03", "out: small", 0, "out must be a number, not 'small'"),
+    "true or false wanted": (ATTENTION, "default: false", "default: 'no'", 0, "must be true or false, not 'no'"),
+    "hexadecimal": (ATTENTION, "topk: 16}", "topk: 0x10}", 0, "write a plain decimal number"),
+    "no YAML": (ATTENTION, "reference: ", "reference: [", 2, "not valid YAML"),
+    "no legal choice":
+        (ATTENTION, "dsl: tilelang", "dsl: triton", 0, "dsl is 'triton'; it must be one of tilelang, cutedsl"),
+    "item twice": (ATTENTION, "[tma_load, tma_store]", "[tma_load, tma_load]", 0, "lists 'tma_load' twice"),
+    "op of another file":
+        (ATTENTION, "op: sparse_attention", "op: dense", 0, "op is 'dense' in a file named sparse_attention.yaml"),
+    "unknown name in a shape":
+        (ATTENTION, "q: {shape: [total_q,", "q: {shape: [total,", 0, "uses total; known names: head_dim, block_size"),
+    "no arithmetic": (ATTENTION, "- topk <= 64", "- topk.real <= 64", 0, "specs may not use"),
+    "unused dim": (ATTENTION, "  topk: runtime", "  topk: runtime\n  pages: runtime", 1, "dim 'pages' is used by no"),
+    "dim of another type": (ATTENTION, "  topk: runtime", "  topk: sometimes", 0, "dims.topk uses sometimes"),
+    "derived position dim":
+        (ATTENTION, "  total_k: runtime", "  total_k: 2 * topk", 0, "follows from a call"),
+    "dim with the name of a quantity":
+        (ATTENTION, "  topk: runtime", "  visible_keys: runtime", 0, "a roofline quantity"),
+    "variants of unlisted dims":
+        (ATTENTION, "exact: [head_dim, block_size, group]", "exact: [head_dim]", -1, "must name each of head_dim"),
+    "variant point out of range":
+        (ATTENTION, "block_size: 64, group: 8}", "block_size: 96, group: 8}", 0, "block_size 96 is none of its"),
+    "variant point twice":
+        (ATTENTION, "block_size: 64, group: 8}", "block_size: 128, group: 16}", 0, "stands twice in variants.ci"),
+    "pair of values that never meets":
+        (SELECT, "    - {head_dim: 64, block_size: 64, heads_per_group: 4, topk: 64}\n", "", -12,
+         "no point of variants.ci has heads_per_group=4, topk=64; every pair of values must meet"),
+    "M3 is not first":
+        (TOPK, "    - {topk: 16, heads_per_group: 1}\n", "", -1, "must begin with the first value of each dim"),
+    "no value for a dim":
+        (ATTENTION, "defaults: {num_kv_heads: 4, topk: 16}", "defaults: {topk: 16}", 2, "no value for the dim 'num_"),
+    "selection where no ids are read":
+        (SELECT, "{label: ties", "{selection: uniform, label: ties", 0, "takes no `selection`"),
+    "selection missing":
+        (ATTENTION, "[[4096, 4096]], selection: sticky", "[[4096, 4096]]", 0, "needs `selection`, one of uni"),
+    "label twice": (ATTENTION, "label: medium", "label: one_token", 0, "has the label 'one_token' twice"),
+    "workload breaks a rule": (ATTENTION, "topk: 5, points", "topk: 65, points", 0, "breaks the rule `topk <= 64`"),
+    "lengths": (ATTENTION, "[[4096, 4096]], sel", "[[4096]], sel", 0, r"sequences\[0\] must be \[queries, keys\]"),
+    "integers with a tolerance":
+        (SELECT, "bf16: {out: 0}", "bf16: {out: 1}", None, "holds integers, so its tolerance for bf16 must be 0"),
+    "tolerance of an unknown precision":
+        (SELECT, "  bf16: {out: 0}", "  bf17: {out: 0}", None, "tolerance names the precision 'bf17'; known: bf16"),
+    "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
+    "unknown target": (ATTENTION, "target: sm90", "target: sm91", 0, "unknown target 'sm91'; known: sm100, sm90"),
+    "unknown precision": (ATTENTION, "precision: bf16", "precision: int4", 0, "unknown precision 'int4'"),
+    "unknown mma kind": (ATTENTION, "mma: wgmma", "mma: tcgen05", 0, "unknown mma 'tcgen05'; known: wgmma, simt"),
+    "unknown copy engine": (ATTENTION, "[tma_load, tma_store]", "[tensor_memory]", 0, "sm90 has no copy engine"),
+    "precision the target cannot compute":
+        (ATTENTION, "precision: bf16\n    compute: bfloat16", "precision: nvfp4\n    compute: nvfp4", 1,
+         "sm90 wgmma cannot compute 'nvfp4'; it multiplies bfloat16, float8_e4m3fn"),
+    "precision that is never so computed":
+        (ATTENTION, "compute: bfloat16", "compute: float8_e4m3fn", 0, "bf16 cannot be computed in 'float8_e4m3fn'"),
+    "no tolerance": (ATTENTION, "precision: bf16", "precision: fp8", 0, "states no tolerance for fp8"),
+    "tile named like a dim":
+        (ATTENTION, "tile: {stages: 5", "tile: {group: 1, stages: 5", 0, "tile name 'group' is also a compile-time"),
+    "undeclared feature":
+        (ATTENTION, "    mma: wgmma", "    mma: wgmma\n    features: [teleport]", 1, "'teleport' is none of those"),
+    "no opcode": (ATTENTION, "expect: [SYNCS", "expect: [syncs", 0, "'syncs' is no SASS opcode"),
+    "arch of another capability":
+        (SM90, "capability: [9, 0]", "capability: [8, 0]", -1, "arch must be sm_80 or sm_80a to agree"),
+    "target of another file": (SM90, "target: sm90", "target: sm80", 0, "target is 'sm80' in a file named sm90.yaml"),
+    "unknown default device":
+        (SM90, "default_device: NVIDIA H100", "default_device: A100", 0, "'A100 80GB HBM3' is none of the devices"),
+    "peak of no element":
+        (SM90, "float32: 66.9}", "int8: 66.9}", 0, "peak_tflops names 'int8', which no mma kind of"),
+    "shared memory": (SM90, "{per_block: 232448,", "{per_block: 999999,", 0, "per_block 999999 exceeds per_sm 233472"),
+    "needed and forbidden": (SM90, "forbid: [HMMA] ", "forbid: [HGMMA] ", 0, "forbids HGMMA, which bfloat16 needs"),
+    "thread group": (SM90, "thread_group: 128", "thread_group: 100", 0, "thread_group 100 must be whole warps"),
+    "bits that do not fill the storage":
+        (PRECISIONS, "bits: 16", "bits: 8", 0, "1 x 8 bits do not fill one bfloat16 of 16 bits"),
+    "group without its size": (PRECISIONS, "per: [group], group: 32", "per: [group]", 0, "group must be given exactly"),
+    "element that no target multiplies":
+        (PRECISIONS, "compute: [bfloat16]\n", "compute: [float16]\n", 0, "bf16 computes in 'float16', which no target"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name: str, specs: Path) -> None:
+    file, old, new, offset, sentence = MISTAKES[name]
+    text = (specs / file).read_text()
+    assert text.count(old) >= 1, "the test looks for text that the spec no longer holds"
+    at = text.index(old)
+    (specs / file).write_text(text[:at] + new + text[at + len(old) :])
+    with pytest.raises(SpecError, match=sentence) as caught:
+        load(specs)
+    assert str(caught.value) == f"{caught.value.where}: {caught.value.sentence}"
+    assert caught.value.where.file == f"specs/{file}"
+    if offset is not None:
+        first_line = text[:at].count("\n") + 1
+        assert caught.value.where.line == first_line + offset
+
+
+def test_default_that_nobody_uses(specs: Path) -> None:
+    path = specs / "operators" / "combine.yaml"
+    lines = path.read_text().splitlines(keepends=True)
+    lines = [line.replace("label:", "num_splits: 2, label:") if "- {label:" in line else line for line in lines]
+    path.write_text("".join(lines).replace("num_splits: 1}", "}").replace(", }", "}"))
+    with pytest.raises(SpecError, match="default 'num_splits' is overridden by every workload") as caught:
+        load(specs)
+    assert "defaults:" in lines[caught.value.where.line - 1]
+
+
+def test_values_that_would_never_run(specs: Path) -> None:
+    path = specs / "operators" / "combine.yaml"
+    path.write_text(path.read_text().replace(", points: ci", ""))
+    with pytest.raises(SpecError, match="no verify workload has `points: ci`"):
+        load(specs)
+
+
+def test_empty_file(specs: Path) -> None:
+    (specs / PRECISIONS).write_text("# nothing\n")
+    with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: the file is empty"):
+        load(specs)
+
+
+def test_missing_file(specs: Path) -> None:
+    (specs / PRECISIONS).unlink()
+    with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: cannot be read"):
+        load(specs)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there is no such directory of specs"):
+        load(tmp_path)
