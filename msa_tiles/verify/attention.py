@@ -1,0 +1,46 @@
+"""The yardstick of attention errors: the same computation by plain torch in the inputs' own precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.reference.batch import read_batch
+
+_ROWS = 64
+
+
+def rounded_error(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    wanted: Tensor,
+    *,
+    block_size: int,
+    softmax_scale: float | None = None,
+    **where: Any,
+) -> tuple[Tensor, float]:
+    """Some query rows, and the worst error that torch makes there against `wanted` when it rounds every step."""
+    batch = read_batch(len(q), q.device, total_k=len(k), **where)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    group = q.shape[1] // k.shape[1]
+    rows = torch.linspace(0, max(len(q) - 1, 0), min(_ROWS, len(q)), device=q.device).to(torch.int64).unique()
+    worst = 0.0
+    for row in rows.tolist():
+        request = int(batch.request[row])
+        if request < 0:
+            continue
+        first_row = batch.requests[request].key_row
+        positions = torch.arange(int(batch.limit[row]) + 1, device=q.device)
+        blocks = torch.div(positions, block_size, rounding_mode="floor")
+        for head in range(k.shape[1]):
+            chosen = first_row + positions[torch.isin(blocks, block_indices[head, row].to(torch.int64))]
+            if len(chosen) == 0:
+                continue
+            heads = slice(head * group, (head + 1) * group)
+            weights = ((q[row, heads] @ k[chosen, head].T) * scale).softmax(-1)
+            worst = max(worst, float((weights @ v[chosen, head] - wanted[row, heads]).abs().max()))
+    return rows, worst

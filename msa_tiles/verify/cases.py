@@ -1,0 +1,54 @@
+"""The grid: which calls a cell must answer correctly before it counts as verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from msa_tiles.runtime.compiler import variant_text
+from msa_tiles.runtime.registry import Cell
+from msa_tiles.spec import Operator, Specs, Workload, dims_of
+
+
+class Disagreement(AssertionError):
+    """A kernel's answer is not the reference's; the message says where and by how much."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload of one cell at one compile-time point."""
+
+    cell: Cell
+    operator: Operator
+    workload: Workload
+    point: Mapping[str, int]
+    score_tolerance: float  # largest error that the precision's scores may have, for operators that rank them
+
+    @property
+    def key(self) -> str:
+        """What names the case in the journal and in messages."""
+        return f"{self.workload.label} {variant_text(self.point)}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Every dim of the call, the operator's own names."""
+        return dims_of(self.operator, self.workload, self.point)
+
+    @property
+    def tolerance(self) -> Mapping[str, float]:
+        """Output name -> largest absolute error ever accepted."""
+        return self.operator.tolerance[self.cell.precision]
+
+
+def cases(cell: Cell, specs: Specs) -> list[Case]:
+    """The cases of a cell, the small workloads first."""
+    operator = specs.operators[cell.op]
+    scores = (
+        specs.operators["index_score"].tolerance[cell.precision]["out"] if "index_score" in specs.operators else 0.0
+    )
+    found = [
+        Case(cell, operator, workload, point, scores)
+        for workload in operator.verify
+        for point in (operator.variants.ci if workload.points == "ci" else operator.variants.ci[:1])
+    ]
+    return sorted(found, key=lambda case: max((keys for _, keys in case.workload.sequences), default=0))

@@ -1,0 +1,261 @@
+"""How each operator is called, and what its answer is compared with.
+
+A check makes its inputs once. `run` calls the operator, into its own outputs or into poisoned buffers of the caller;
+`compare` raises Disagreement or returns the worst error of its floating-point outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops, reference
+from msa_tiles.reference.batch import read_batch
+from msa_tiles.verify import compare, schedules
+from msa_tiles.verify.attention import rounded_error
+from msa_tiles.verify.cases import Case
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
+
+TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
+
+
+class Check(Protocol):
+    """One operator on one set of inputs."""
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        """Call the operator; with `into_buffers` the outputs are the caller's, poisoned before and checked around."""
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        """Worst error of the outputs.
+
+        Raises Disagreement.
+        """
+
+
+class IndexScore:
+    """Scores against the reference in float32 on the same inputs."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims, self.case, self.strided = case.dims, case, strided
+        lengths = source.lengths(case.workload.sequences, shortened=strided)
+        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
+        self.idx_k = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        if strided:
+            self.idx_q, self.idx_k = spread(self.idx_q), spread(self.idx_k)
+        self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
+        causal = case.workload.parameters.get("causal", True)
+        self.options: dict[str, Any] = {"block_size": dims["block_size"], "causal": causal}
+        self.lengths, self.backend = lengths, backend
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        where = {**self.lengths.keywords(), **self.options, "backend": self.backend}
+        if not into_buffers:
+            return (ops.index_score(self.idx_q, self.idx_k, **where),)
+        buffer = Buffer(self.shape, torch.float32, self.idx_q.device, TOKEN_MAJOR)
+        ops.index_score(self.idx_q, self.idx_k, out=buffer.view.transpose(0, 1), layout="token_major", **where)
+        buffer.check_gaps("out")
+        return (buffer.view,)
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        wanted = reference.index_score(
+            self.idx_q.float(), self.idx_k.float(), num_blocks=self.shape[2], **self.lengths.keywords(), **self.options
+        )
+        return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
+
+
+class TopkSelect:
+    """Ids of scores that hold ties, NaN and infinities; equal to the reference's, always."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims = case.dims
+        shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
+        score = source.values(shape, torch.float32)
+        for value in (float("nan"), float("inf"), -float("inf"), -0.0):
+            score = score.masked_fill(source.chance(0.02, shape), value)
+        self.lengths = source.lengths(case.workload.sequences, shortened=False)
+        self.options: dict[str, Any] = {
+            **self.lengths.keywords(),
+            **case.workload.parameters,
+            "num_kv_heads": dims["num_kv_heads"],
+            "block_size": dims["block_size"],
+        }
+        if strided:
+            score = spread(score, TOKEN_MAJOR)
+            if shape[2]:
+                valid = source.whole(0, shape[2] + 1, (shape[1],)).to(torch.int32)
+                self.options["num_valid_blocks"] = valid
+        self.score, self.topk, self.backend = score, dims["topk"], backend
+        self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        if not into_buffers:
+            return (ops.topk_select(self.score, self.topk, backend=self.backend, **self.options),)
+        buffer = Buffer(self.shape, torch.int32, self.score.device, TOKEN_MAJOR)
+        ops.topk_select(self.score, self.topk, out=buffer.view, backend=self.backend, **self.options)
+        buffer.check_gaps("out")
+        return (buffer.view,)
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        compare.same("out", outputs[0], reference.topk_select(self.score, self.topk, **self.options))
+        return 0.0
+
+
+class SelectBlocks:
+    """Ids equal to the reference's on integers; on other values they may differ where scores nearly tie."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims, self.case, self.exact = case.dims, case, source.integers
+        self.lengths = source.lengths(case.workload.sequences, shortened=strided)
+        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
+        self.idx_k = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        if strided:
+            self.idx_q, self.idx_k = spread(self.idx_q), spread(self.idx_k)
+        self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
+        self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
+        self.options: dict[str, Any] = {
+            **self.lengths.keywords(),
+            **case.workload.parameters,
+            "num_kv_heads": dims["num_kv_heads"],
+            "block_size": self.block_size,
+        }
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        if not into_buffers:
+            return (ops.select_blocks(self.idx_q, self.idx_k, self.topk, backend=self.backend, **self.options),)
+        buffer = Buffer(self.shape, torch.int32, self.idx_q.device, TOKEN_MAJOR)
+        ops.select_blocks(self.idx_q, self.idx_k, self.topk, out=buffer.view, backend=self.backend, **self.options)
+        buffer.check_gaps("out")
+        return (buffer.view,)
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
+        wanted = reference.select_blocks(idx_q, idx_k, self.topk, **self.options)
+        if self.exact:
+            compare.same("out", outputs[0], wanted)
+            return 0.0
+        where = self.lengths.keywords()
+        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **where)
+        scores = scores.unflatten(0, (self.shape[0], -1)).nan_to_num(nan=-torch.inf).amax(1)
+        compare.selections(
+            "out",
+            outputs[0],
+            wanted,
+            scores,
+            self._forced(scores.shape[-1]),
+            self.options.get("order", "ascending"),
+            2 * self.case.score_tolerance,
+        )
+        return 0.0
+
+    def _forced(self, num_blocks: int) -> Tensor:
+        """[T, NB]: the init and local blocks of each query."""
+        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.idx_k), **self.lengths.keywords())
+        valid = batch.num_valid_blocks(self.block_size)[:, None]
+        block = torch.arange(num_blocks, device=self.idx_q.device)
+        init, local = self.options.get("init_blocks", 0), self.options.get("local_blocks", 1)
+        return (block < valid) & ((block < init) | (block >= valid - local))
+
+
+class SparseAttention:
+    """Outputs against the reference in float32 on the same inputs."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims, self.case, self.backend = case.dims, case, backend
+        self.lengths = source.lengths(case.workload.sequences, shortened=strided)
+        keys = (dims["total_k"], dims["num_kv_heads"], dims["head_dim"])
+        self.q = source.values((dims["total_q"], dims["num_q_heads"], dims["head_dim"]), torch.bfloat16)
+        self.k, self.v = source.values(keys, torch.bfloat16), source.values(keys, torch.bfloat16)
+        self.ids = source.selection(
+            self.lengths, dims["num_kv_heads"], dims["topk"], dims["block_size"], case.workload.selection == "sticky"
+        )
+        if strided:
+            self.q, self.k, self.v = spread(self.q), spread(self.k), spread(self.v)
+            self.ids = spread(self.ids, TOKEN_MAJOR)
+        self.options: dict[str, Any] = {**self.lengths.keywords(), "block_size": dims["block_size"]}
+        if "softmax_scale" in case.workload.parameters:
+            self.options["softmax_scale"] = case.workload.parameters["softmax_scale"]
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        arguments = (self.q, self.k, self.v, self.ids)
+        if not into_buffers:
+            return tuple(ops.sparse_attention(*arguments, return_lse=True, backend=self.backend, **self.options))
+        out = Buffer(self.q.shape, self.q.dtype, self.q.device)
+        lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
+        ops.sparse_attention(*arguments, return_lse=True, out=out.view, lse=lse, backend=self.backend, **self.options)
+        out.check_gaps("out")
+        return out.view, lse
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        out, lse = outputs
+        wanted, wanted_lse = reference.sparse_attention(
+            self.q.float(), self.k.float(), self.v.float(), self.ids, **self.options
+        )
+        compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
+        worst = compare.numbers("out", out, wanted, self.case.tolerance["out"])
+        rows, accepted = rounded_error(self.q, self.k, self.v, self.ids, wanted, **self.options)
+        compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
+        return worst
+
+
+class Combine:
+    """Merged outputs against the reference in float32; empty splits hold NaN."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims, self.case, self.backend = case.dims, case, backend
+        shape = (dims["num_splits"], dims["total_q"], dims["num_q_heads"])
+        self.partial_lse = source.values(shape, torch.float32)
+        empty = source.chance(0.2, shape) | source.chance(0.1, shape[1:])
+        self.partial_lse = self.partial_lse.masked_fill(empty, -torch.inf)
+        self.partial_out = source.values((*shape, dims["head_dim"]), torch.bfloat16)
+        self.partial_out = self.partial_out.masked_fill(empty[..., None], torch.nan)
+        if strided:
+            self.partial_out = spread(self.partial_out, (1, 0, 2, 3))
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        if not into_buffers:
+            return ops.combine(self.partial_out, self.partial_lse, backend=self.backend)
+        out = Buffer(self.partial_out.shape[1:], self.partial_out.dtype, self.partial_out.device)
+        lse = torch.full(self.partial_lse.shape[1:], torch.nan, device=self.partial_out.device)
+        ops.combine(self.partial_out, self.partial_lse, out=out.view, lse=lse, backend=self.backend)
+        out.check_gaps("out")
+        return out.view, lse
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        wanted, wanted_lse = reference.combine(self.partial_out.float(), self.partial_lse)
+        compare.numbers("lse", outputs[1], wanted_lse, self.case.tolerance["lse"])
+        return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
+
+
+class BuildSchedule:
+    """The edges of a schedule, decoded, against the ids themselves."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        dims = case.dims
+        self.lengths: Lengths = source.lengths(case.workload.sequences, shortened=strided)
+        self.ids = source.selection(
+            self.lengths, dims["num_kv_heads"], dims["topk"], dims["block_size"], case.workload.selection == "sticky"
+        )
+        if strided:
+            self.ids = spread(self.ids, TOKEN_MAJOR)
+        self.block_size = dims["block_size"]
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        made = ops.build_schedule(self.ids, block_size=self.block_size, **self.lengths.keywords())
+        return schedules.defined_parts(made)
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        schedules.check(outputs, self.ids, self.block_size, self.lengths)
+        return 0.0
+
+
+CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
+    "index_score": IndexScore,
+    "topk_select": TopkSelect,
+    "select_blocks": SelectBlocks,
+    "sparse_attention": SparseAttention,
+    "combine": Combine,
+    "build_schedule": BuildSchedule,
+}

@@ -1,0 +1,170 @@
+"""Run the grid, keep a journal, and write `verified.json` when every case of a cell has passed.
+
+The journal holds one line per passed case below the kernel cache, under the cell's digest and the card: a run that was
+stopped goes on where it stopped. It is removed once the cell is through.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from msa_tiles.runtime.cache import default_root
+from msa_tiles.runtime.evidence import VERIFIED, read_verified
+from msa_tiles.runtime.registry import Cell
+from msa_tiles.verify import compare
+from msa_tiles.verify.cases import Case, Disagreement
+from msa_tiles.verify.inputs import Source, poison_free_memory
+from msa_tiles.verify.operators import CHECKS
+
+REPEATS = 3  # runs that must agree bit for bit
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case. `failure` is None when it passed."""
+
+    case: Case
+    seed: int
+    worst_error: float
+    failure: str | None
+
+
+def run_case(case: Case, device: torch.device, seed: int, backend: str) -> float:
+    """Worst error of one case over its two settings: packed tensors, then strided ones, buffers and shorter keys.
+
+    Raises Disagreement, and whatever the operator raises.
+    """
+    worst = 0.0
+    for strided in (False, True):
+        check = CHECKS[case.cell.op](case, Source(device, seed + strided, case.workload.values), strided, backend)
+        poison_free_memory(device)
+        outputs = check.run(into_buffers=strided)
+        worst = max(worst, check.compare(outputs))
+        for _ in range(REPEATS - 1):
+            for first, again in zip(outputs, check.run(into_buffers=strided), strict=True):
+                compare.same_bits("repeated", again, first)
+    return worst
+
+
+def run(
+    cells: Iterable[tuple[Cell, list[Case]]],
+    device: torch.device,
+    generated: Path,
+    *,
+    seed: Callable[[], int],
+    backend: str | None = None,
+    root: Path | None = None,
+) -> Iterator[Result]:
+    """Run the cases that the journal lacks, yield each result, and keep `generated/verified.json` up to date.
+
+    A cell that passes everything gets an entry; one that fails loses the entry that its digest may have had.
+    """
+    card = _card(device)
+    for cell, cases in cells:
+        journal = Journal((root or default_root()) / "verify", cell, card)
+        passed = journal.read()
+        failed = False
+        for case in cases:
+            if case.key in passed:
+                continue
+            result = _attempt(case, device, seed(), backend or cell.dsl)
+            if result.failure is None:
+                passed[case.key] = result.worst_error
+                journal.append(case.key, result)
+            else:
+                failed = True
+            yield result
+        if failed:
+            _write(generated, cell, None)
+        else:
+            entry = {
+                "digest": cell.digest,
+                "card": card,
+                "date": datetime.date.today().isoformat(),
+                "worst_error": max(passed.values(), default=0.0),
+                "cases": len(cases),
+            }
+            _write(generated, cell, entry)
+            journal.remove()
+
+
+class Journal:
+    """Passed cases of one cell, digest and card: one JSON object a line."""
+
+    def __init__(self, directory: Path, cell: Cell, card: str) -> None:
+        slug = re.sub(r"\W+", "-", card)
+        self.path = directory / f"{cell.id}-{cell.digest}-{slug}.jsonl"
+
+    def read(self) -> dict[str, float]:
+        """Case key -> worst error. A line that a killed run left unfinished is ignored."""
+        found: dict[str, float] = {}
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                found[entry["case"]] = float(entry["worst_error"])
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def append(self, key: str, result: Result) -> None:
+        """Add a passed case."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"case": key, "seed": result.seed, "worst_error": result.worst_error}) + "\n")
+
+    def remove(self) -> None:
+        """Forget the cases, so that the next run starts afresh."""
+        self.path.unlink(missing_ok=True)
+
+
+def _attempt(case: Case, device: torch.device, seed: int, backend: str) -> Result:
+    try:
+        worst = run_case(case, device, seed, backend)
+    except Disagreement as error:
+        return Result(case, seed, 0.0, str(error))
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return Result(case, seed, 0.0, "out of memory")
+    except (RuntimeError, ValueError, TypeError) as error:
+        # A kernel that faults takes the CUDA context with it, and every later case would fail for that reason alone.
+        _raise_if_lost(device, error)
+        return Result(case, seed, 0.0, f"{type(error).__name__}: {error}")
+    return Result(case, seed, worst, None)
+
+
+def _raise_if_lost(device: torch.device, error: Exception) -> None:
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise RuntimeError(f"the GPU was lost; run again to go on after mending this: {error}") from error
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None) -> None:
+    document = read_verified(generated)
+    if entry is not None:
+        document[cell.id] = dict(entry)
+    elif document.pop(cell.id, None) is None:
+        return
+    text = json.dumps(dict(sorted(document.items())), indent=1, sort_keys=True) + "\n"
+    handle, name = tempfile.mkstemp(prefix=f".{VERIFIED}-", dir=generated)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.chmod(name, 0o644)
+    os.replace(name, generated / VERIFIED)

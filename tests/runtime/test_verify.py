@@ -1,0 +1,190 @@
+"""The verification grid on the CPU, where the reference stands in for a kernel, whole or with a planted fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from msa_tiles import paths, spec
+from msa_tiles.runtime.evidence import is_verified, read_verified
+from msa_tiles.runtime.registry import Cell
+from msa_tiles.verify import inputs, operators, runner
+from msa_tiles.verify.cases import Case, Disagreement, cases
+
+CPU = torch.device("cpu")
+MOST_QUERIES = 200  # on two cores the larger workloads take minutes
+
+
+@pytest.fixture(scope="module")
+def specs() -> spec.Specs:
+    return spec.load(paths.specs_dir())
+
+
+def cell_of(op: str) -> Cell:
+    return Cell(
+        id=f"{op}.tilelang.sm90.bf16",
+        op=op,
+        dsl="tilelang",
+        target="sm90",
+        precision="bf16",
+        mma="simt",
+        file=Path("absent.py"),
+        digest="0123456789abcdef",
+        variants={},
+        capacity=frozenset(),
+        features=frozenset(),
+        element_bits=16,
+        entry={},
+    )
+
+
+def small_cases(op: str, specs: spec.Specs) -> list[Case]:
+    found = cases(cell_of(op), specs)
+    return [case for case in found if sum(queries for queries, _ in case.workload.sequences) <= MOST_QUERIES]
+
+
+@pytest.mark.parametrize("op", sorted(operators.CHECKS))
+def test_the_reference_passes_its_own_grid(op: str, specs: spec.Specs) -> None:
+    found = small_cases(op, specs)
+    labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
+    for case in labels.values():
+        runner.run_case(case, CPU, seed=7, backend="reference")
+
+
+def test_every_operator_of_the_specs_has_a_check(specs: spec.Specs) -> None:
+    assert set(operators.CHECKS) == set(specs.operators)
+
+
+def test_points_ci_runs_every_declared_value(specs: spec.Specs) -> None:
+    for operator in specs.operators.values():
+        ran = [case.point for case in cases(cell_of(operator.name), specs)]
+        for dim in operator.variants.names:
+            assert {point[dim] for point in ran} == set(operator.values(dim)), (operator.name, dim)
+
+
+def planted(op: str, specs: spec.Specs, spoil) -> None:  # type: ignore[no-untyped-def]
+    """Run one small case of an operator and spoil its outputs before they are compared."""
+    case = next(case for case in small_cases(op, specs) if case.workload.label in ("ragged", "one_split"))
+    check = operators.CHECKS[op](case, inputs.Source(CPU, 3, case.workload.values), False, "reference")
+    outputs = [output.clone() for output in check.run(into_buffers=False)]
+    check.compare(tuple(outputs))
+    spoil(outputs)
+    with pytest.raises(Disagreement):
+        check.compare(tuple(outputs))
+
+
+def spoil_first(value: float):  # type: ignore[no-untyped-def]
+    def spoil(outputs: list[torch.Tensor]) -> None:
+        outputs[0].view(-1)[0] = value
+
+    return spoil
+
+
+def swap_two_ids(outputs: list[torch.Tensor]) -> None:
+    outputs[0][0, -1, [0, 1]] = outputs[0][0, -1, [1, 0]]
+
+
+def drop_an_edge(outputs: list[torch.Tensor]) -> None:
+    outputs[0] = outputs[0][1:]
+
+
+def move_an_edge(outputs: list[torch.Tensor]) -> None:
+    outputs[0][5, 3] += 1
+
+
+@pytest.mark.parametrize(
+    ("op", "spoil"),
+    [
+        ("index_score", spoil_first(torch.nan)),
+        ("index_score", spoil_first(1e3)),
+        ("topk_select", swap_two_ids),
+        ("select_blocks", swap_two_ids),
+        ("topk_select", spoil_first(-1)),
+        ("select_blocks", spoil_first(-1)),
+        ("select_blocks", spoil_first(1 << 20)),
+        ("sparse_attention", spoil_first(torch.nan)),
+        ("sparse_attention", spoil_first(10.0)),
+        ("combine", spoil_first(torch.inf)),
+        ("combine", lambda outputs: outputs[1].add_(0.01)),
+        ("build_schedule", drop_an_edge),
+        ("build_schedule", move_an_edge),
+    ],
+)
+def test_a_wrong_answer_is_noticed(op: str, spoil, specs: spec.Specs) -> None:  # type: ignore[no-untyped-def]
+    planted(op, specs, spoil)
+
+
+def test_a_select_that_prefers_another_block_is_noticed(specs: spec.Specs) -> None:
+    def replace(outputs: list[torch.Tensor]) -> None:
+        row = outputs[0][0, 60]  # sees few enough blocks to choose all: an id beyond them cannot be right
+        row[row >= 0] = row[row >= 0] + 1
+
+    planted("select_blocks", specs, replace)
+
+
+def test_writing_outside_a_buffer_is_noticed() -> None:
+    buffer = inputs.Buffer((2, 3, 8), torch.bfloat16, CPU, (1, 0, 2))
+    buffer.view.zero_()
+    buffer.check_gaps("out")
+    buffer.view.as_strided((1,), (1,), 8).fill_(0)
+    with pytest.raises(Disagreement, match="outside"):
+        buffer.check_gaps("out")
+
+
+class TestRunner:
+    """Journal and `verified.json`, with counted and failing stand-ins for a run."""
+
+    @pytest.fixture
+    def grid(self, specs: spec.Specs) -> list[tuple[Cell, list[Case]]]:
+        return [(cell_of("combine"), small_cases("combine", specs))]
+
+    def run(self, grid, tmp_path: Path, **options) -> list[runner.Result]:  # type: ignore[no-untyped-def]
+        return list(
+            runner.run(grid, CPU, tmp_path, seed=lambda: 5, backend="reference", root=tmp_path / "cache", **options)
+        )
+
+    def test_a_cell_that_passes_is_verified_with_its_digest(self, grid, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        results = self.run(grid, tmp_path)
+        cell, found = grid[0]
+        assert len(results) == len(found)
+        entry = json.loads((tmp_path / "verified.json").read_text())[cell.id]
+        assert entry["digest"] == cell.digest
+        assert entry["cases"] == len(found)
+        assert 0 < entry["worst_error"] < 0.02
+        assert entry["card"] == "cpu"
+        assert is_verified(cell, read_verified(tmp_path))
+        changed = dataclasses.replace(cell, digest="f" * 16)
+        assert not is_verified(changed, read_verified(tmp_path))
+
+    def test_a_stopped_run_goes_on_where_it_stopped(self, grid, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        results = runner.run(grid, CPU, tmp_path, seed=lambda: 5, backend="reference", root=tmp_path / "cache")
+        first = next(results)
+        second = next(results)
+        results.close()
+        assert not (tmp_path / "verified.json").exists()
+        done = {first.case.key, second.case.key}
+        rest = {result.case.key for result in self.run(grid, tmp_path)}
+        assert not done & rest
+        assert done | rest == {case.key for case in grid[0][1]}
+        assert len(self.run(grid, tmp_path)) == len(grid[0][1]), "a complete run leaves no journal behind"
+
+    def test_a_failure_is_reported_and_takes_verified_away(
+        self,
+        grid,  # type: ignore[no-untyped-def]
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.run(grid, tmp_path)
+        assert is_verified(grid[0][0], read_verified(tmp_path))
+
+        def fail(*_args: object) -> float:
+            raise Disagreement("out: error 3 at (0, 0), accepted 0.02")
+
+        monkeypatch.setattr(runner, "run_case", fail)
+        results = self.run(grid, tmp_path)
+        assert all(result.failure == "out: error 3 at (0, 0), accepted 0.02" for result in results)
+        assert read_verified(tmp_path) == {}
