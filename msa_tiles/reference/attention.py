@@ -57,7 +57,7 @@ def sparse_attention(
             positions = torch.arange(request.key_offset + begin, request.key_offset + end, device=q.device)
             if present is not None:
                 keys, values, positions = keys[present], values[present], positions[present]
-            scores = (q[rows, heads].to(dtype) * scale) @ keys.to(dtype).T
+            scores = q[rows, heads].to(dtype).mul_(scale) @ keys.to(dtype).T
             state.add(rows, scores, values.to(dtype), positions <= batch.limit[rows, None])
         out[:, heads], lse[:, heads] = state.result(q.dtype)
     return out, lse
@@ -72,23 +72,29 @@ class _OnlineSoftmax:
         self.weighted = torch.zeros((total_q, group, head_dim), dtype=dtype, device=device)
 
     def add(self, rows: Tensor, scores: Tensor, values: Tensor, visible: Tensor) -> None:
-        """Add one block: scores [n, G, keys] of the distinct rows [n], values [keys, D], visible bool [n, keys]."""
+        """Add one block: scores [n, G, keys] of the distinct rows [n], values [keys, D], visible bool [n, keys].
+
+        Overwrites ``scores``.
+        """
         if values.shape[0] == 0:
             return
         if not bool(visible.all()):
             if not bool(values.isfinite().all()):
                 self._add_exactly(rows, scores, values, visible)
                 return
-            scores = scores.masked_fill(~visible[:, None], -torch.inf)
+            scores.masked_fill_(~visible[:, None], -torch.inf)
         old = self.maximum[rows]
         new = torch.maximum(old, scores.amax(-1))
         # A row that has seen nothing but -inf keeps weights of zero instead of (-inf) - (-inf).
         shift = torch.where(new == -torch.inf, 0.0, new)
-        weights = torch.exp(scores - shift[..., None])
+        # In place from here on: these passes over memory cost more than the products.
+        weights = scores.sub_(shift[..., None]).exp_()
         rescale = torch.exp(old - shift)
         self.maximum[rows] = new
         self.total[rows] = self.total[rows] * rescale + weights.sum(-1)
-        self.weighted[rows] = self.weighted[rows] * rescale[..., None] + weights @ values
+        weighted = self.weighted[rows].mul_(rescale[..., None])
+        weighted.flatten(0, 1).addmm_(weights.flatten(0, 1), values)
+        self.weighted[rows] = weighted
 
     def _add_exactly(self, rows: Tensor, scores: Tensor, values: Tensor, visible: Tensor) -> None:
         """`add` without masks, one set of visible keys at a time: 0 * NaN would carry a hidden value into a row."""

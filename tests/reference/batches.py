@@ -112,9 +112,7 @@ class Batch:
         """[pages, *heads, page, D] from [len_k, *heads, D]."""
         pages = self._pages()
         shape = keys[0].shape[1:] if keys else torch.Size([1])
-        pool = torch.full(
-            (sum(map(len, pages)) + 1, *shape[:-1], self.page, shape[-1]), torch.nan, dtype=torch.float64
-        )
+        pool = torch.full((sum(map(len, pages)) + 1, *shape[:-1], self.page, shape[-1]), torch.nan, dtype=torch.float64)
         for rows, numbers in zip(keys, pages, strict=True):
             for token in range(rows.shape[0]):
                 pool[numbers[token // self.page], ..., token % self.page, :] = rows[token]

@@ -25,7 +25,9 @@ def block_of(batch: Batch, request: int, block_size: int) -> np.ndarray:
     return (batch.offsets[request] + np.arange(batch.lengths_k[request])) // block_size
 
 
-def index_score(batch: Batch, idx_q: np.ndarray, keys: list[np.ndarray], width: int, block_size: int, causal: bool = True):
+def index_score(
+    batch: Batch, idx_q: np.ndarray, keys: list[np.ndarray], width: int, block_size: int, causal: bool = True
+):
     """[Hi, T, width] float64."""
     total_q, heads, _ = idx_q.shape
     score = np.full((heads, total_q, width), -np.inf)
