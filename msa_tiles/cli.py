@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 from collections.abc import Sequence
 
-from msa_tiles import __version__, commands, console
+from msa_tiles import __version__, console
+from msa_tiles.commands import build, demo, explain, generate, support, verify
+
+COMMANDS = (demo, generate, support, explain, build, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,10 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in pkgutil.iter_modules(commands.__path__):
-        if module.name.startswith("_"):
-            continue
-        importlib.import_module(f"{commands.__name__}.{module.name}").add(subparsers)
+    for command in COMMANDS:
+        command.add(subparsers)
     args = parser.parse_args(argv)
     try:
         return args.func(args)

@@ -18,7 +18,7 @@ _HEADER_DIGEST = re.compile(r"^# cell: .* digest: ([0-9a-f]{16})$", re.MULTILINE
 
 def digest_of(text: str, dsl: str, package: Path = PACKAGE) -> str:
     """Digest of a kernel file or of its body. The comments above the module docstring compile to nothing: no part."""
-    body = text[len(header_of(text)) :]
+    body = without_header(text)
     state = hashlib.sha256()
     for part in (body, *_helper_sources(body, package), json.dumps(PINS[dsl], sort_keys=True)):
         state.update(hashlib.sha256(part.encode()).digest())
@@ -30,6 +30,10 @@ def header_of(text: str) -> str:
     lines = text.splitlines(keepends=True)
     count = next((i for i, line in enumerate(lines) if not line.startswith("#") and line.strip()), len(lines))
     return "".join(lines[:count])
+
+
+def without_header(text: str) -> str:
+    return text[len(header_of(text)) :]
 
 
 def recorded_digest(text: str) -> str | None:

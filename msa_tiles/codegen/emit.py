@@ -2,7 +2,7 @@
 
 A skeleton is valid Python with two kinds of marks:
 
-- jinja2 line statements, `# % if plan.mma == "wgmma"` … `# % endif`;
+- jinja2 statements on lines of their own, `# % if plan.mma == "wgmma"` … `# % endif`;
 - value lines, `STAGES = 4  # <- tile.stages`: the literal is replaced by the value of the path, the mark is dropped.
 
 Both see `plan`, `tile`, `target`, `precision` and `operator`.
@@ -26,11 +26,11 @@ from msa_tiles.spec.source import shown
 
 SKELETONS = Path(__file__).parent / "skeletons"
 
+_STATEMENT = re.compile(r"\s*# % (?P<statement>.*?):?\s*")
 _MARK = "# <-"
 _VALUE_LINE = re.compile(r"(?P<name>\s*[A-Za-z_]\w*(?:\s*:[^=]+)?\s*=\s*)(?P<literal>\S.*?)\s*# <- (?P<path>[\w.]+)")
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
 _ENVIRONMENT = jinja2.Environment(
-    line_statement_prefix="# %",
     block_start_string="\x01%",
     block_end_string="%\x01",
     variable_start_string="\x01(",
@@ -38,6 +38,7 @@ _ENVIRONMENT = jinja2.Environment(
     comment_start_string="\x01#",
     comment_end_string="#\x01",
     keep_trailing_newline=True,
+    trim_blocks=True,
     undefined=jinja2.StrictUndefined,
     autoescape=False,
 )
@@ -53,7 +54,7 @@ def render(
     file = shown(path)
     tile = _Tile(plan)
     scope = {"plan": plan, "tile": tile, "target": target, "precision": precision, "operator": operator}
-    source = "".join(_value_lines(path.read_text(encoding="utf-8"), file))
+    source = "".join(_marked_lines(path.read_text(encoding="utf-8"), file))
     try:
         template = _template(source)
         text = template.render(**scope, _value=lambda dotted, line: _value(dotted, scope, Location(file, line)))
@@ -92,9 +93,16 @@ class _Tile(Mapping[str, int]):
         return len(self._sizes)
 
 
-def _value_lines(source: str, file: str) -> Iterator[str]:
-    """Turn value lines into jinja expressions that know their line, so that dead branches ask for nothing."""
+def _marked_lines(source: str, file: str) -> Iterator[str]:
+    """Turn both kinds of marks into jinja's own, line for line.
+
+    Line statements become blocks here, because jinja's line statements swallow the blank lines that follow them. Value
+    lines become expressions that know their line, so that a branch not taken asks for nothing.
+    """
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
+        if statement := _STATEMENT.fullmatch(line.rstrip("\n")):
+            yield f"\x01% {statement['statement']} %\x01\n"
+            continue
         if _MARK not in line:
             yield line
             continue

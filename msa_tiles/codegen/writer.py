@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.contract import header
-from msa_tiles.codegen.digest import PACKAGE, digest_of, recorded_digest
+from msa_tiles.codegen.digest import PACKAGE, digest_of, recorded_digest, without_header
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
 from msa_tiles.codegen.plan import KernelPlan, Selection, plans
@@ -78,9 +78,7 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
         elif present != text and path == INDEX:
             found.append(f"{path} is not what the specs declare")
         elif present != text:
-            dsl = path.split("/")[0]
-            by_hand = recorded_digest(present) != _digest_or_none(present, dsl)
-            found.append(f"{path} was edited by hand" if by_hand else f"{path} is not what its spec and skeleton say")
+            found.append(f"{path} {_difference(present, text, dsl=path.split('/')[0])}")
     if selection.everything:
         found += [f"{path} is an orphan: no spec asks for it" for path in _orphans(generated, out)]
     return found
@@ -118,8 +116,13 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _digest_or_none(text: str, dsl: str) -> str | None:
+def _difference(present: str, wanted: str, dsl: str) -> str:
+    if without_header(present) == without_header(wanted):
+        return "has an old header: its contract, a helper that it imports or the toolchain changed"
     try:
-        return digest_of(text, dsl)
+        consistent = recorded_digest(present) == digest_of(present, dsl)
     except SyntaxError:
-        return None
+        consistent = False
+    if consistent:
+        return "is not what its spec and skeleton say"
+    return "does not match its own digest: it was edited by hand, or a helper that it imports changed"

@@ -1,0 +1,143 @@
+"""The kernels in the repository are what the specs generate, and read like code that somebody wrote."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from msa_tiles import codegen, paths, spec
+from msa_tiles.cli import main
+from msa_tiles.codegen.digest import recorded_digest
+from msa_tiles.codegen.emit import SKELETONS
+from msa_tiles.codegen.toolchain import PINS
+
+ROOT = Path(__file__).parents[2]
+SPECS = spec.load(paths.specs_dir())
+GENERATED = codegen.produce(SPECS)
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return done.stdout
+
+
+def test_the_repository_is_up_to_date() -> None:
+    assert codegen.drift(GENERATED, paths.generated_dir()) == []
+
+
+def test_check_is_fast_and_imports_no_torch() -> None:
+    code = """
+import sys, time
+start = time.perf_counter()
+from msa_tiles.cli import main
+status = main(["generate", "--check"])
+heavy = sorted({"torch", "tilelang", "tvm", "numpy"} & set(sys.modules))
+print(status, heavy, time.perf_counter() - start < 10)
+"""
+    assert run_python(code).splitlines()[-1] == "0 [] True"
+
+
+def test_same_bytes_in_another_process() -> None:
+    code = """
+import hashlib, json
+from msa_tiles import codegen, paths, spec
+made = codegen.produce(spec.load(paths.specs_dir()))
+print(hashlib.sha256(json.dumps([dict(made.files), made.index]).encode()).hexdigest())
+"""
+    assert len({run_python(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}) == 1
+
+
+@pytest.mark.parametrize("tool", [["check"], ["format", "--check"]])
+@pytest.mark.parametrize("directory", [paths.generated_dir(), SKELETONS])
+def test_generated_files_and_skeletons_are_linted_and_formatted(tool: list[str], directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *tool, str(directory)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
+def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
+    text = GENERATED.files[plan.file]
+    (cell,) = (cell for cell in GENERATED.index["cells"] if cell["id"] == plan.cell)
+    assert recorded_digest(text) == cell["digest"] == codegen.digest_of(text, plan.dsl)
+    assert "# <-" not in text
+    assert "# %" not in text
+    assert plan.ci[0] == SPECS.operators[plan.op].m3
+
+
+def test_every_skeleton_is_used() -> None:
+    present = {path.relative_to(SKELETONS).as_posix() for path in SKELETONS.rglob("*.py")}
+    assert present - {plan.skeleton for plan in GENERATED.plans} == set()
+
+
+def test_pins_are_those_of_the_project() -> None:
+    dependencies = (ROOT / "pyproject.toml").read_text()
+    assert f'"tilelang=={PINS["tilelang"]["tilelang"]}"' in dependencies
+
+
+@pytest.mark.parametrize("operator", SPECS.operators.values(), ids=lambda operator: operator.name)
+def test_specs_and_operators_agree(operator: spec.Operator) -> None:
+    """What a spec names exists in the library, with the same defaults."""
+    ops, reference = importlib.import_module("msa_tiles.ops"), importlib.import_module("msa_tiles.reference")
+    assert callable(getattr(reference, operator.reference))
+    signature = inspect.signature(getattr(ops, operator.name)).parameters
+    for name in operator.inputs:
+        assert name in signature, f"ops.{operator.name} has no argument {name}"
+    for parameter in operator.parameters.values():
+        default = signature[parameter.name].default
+        assert default == (inspect.Parameter.empty if parameter.required else parameter.default), parameter.name
+
+
+def test_targets_and_devices_of_the_index_follow_the_specs() -> None:
+    index = json.loads((paths.generated_dir() / "index.json").read_text())
+    assert index["targets"]["sm90"]["devices"]["NVIDIA H100 80GB HBM3"]["sm_count"] == 132
+    assert index["targets"]["sm100"]["mma"]["tcgen05"]["elements"]["nvfp4"] == ["UTCOMMA.4X"]
+
+
+class TestCommand:
+    def test_writes_then_checks(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["generate", "--out", str(tmp_path)]) == 0
+        count = len(GENERATED.plans)
+        assert f"{count} kernels, {count + 1} files written, 0 unchanged" in capsys.readouterr().out
+        assert main(["generate", "--out", str(tmp_path), "--check"]) == 0
+        assert f"{count} kernels are what their specs say" in capsys.readouterr().out
+
+    def test_check_fails_on_drift(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["generate", "--out", str(tmp_path)])
+        changed = tmp_path / GENERATED.plans[0].file
+        changed.write_text(changed.read_text() + "# by hand\n")
+        (tmp_path / "tilelang" / "left_over.py").write_text("")
+        assert main(["generate", "--out", str(tmp_path), "--check"]) == 1
+        complaints = capsys.readouterr().err
+        assert f"{GENERATED.plans[0].file} does not match its own digest" in complaints
+        assert "tilelang/left_over.py is an orphan" in complaints
+        assert changed.read_text().endswith("# by hand\n")
+
+    def test_filters(self, tmp_path: Path) -> None:
+        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0
+        assert [path.name for path in tmp_path.rglob("*.py")] == ["combine_bf16.py"]
+
+    def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2
+        assert "--target sm91 is unknown; known: sm100, sm90" in capsys.readouterr().err
+
+    def test_specs_of_the_user(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "specs").mkdir()
+        assert main(["generate", "--specs", str(tmp_path / "specs"), "--out", str(tmp_path)]) == 2
+        message = capsys.readouterr().err
+        assert re.search(r"msa-tiles: \S+/specs/targets:1: there is no such directory of specs", message)
