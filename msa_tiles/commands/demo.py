@@ -26,18 +26,14 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the kernels are what the specs generate and the output agrees with dense attention.
 
-    Missed questions do not fail the demo: they are a result, and shown.
+    Missed questions do not fail the demo: they are a result, and shown. Raises ValueError for a text that cannot serve.
     """
     from msa_tiles import console, paths
     from msa_tiles.codegen import generate
     from msa_tiles.demo import device, kernels, picture, text
     from msa_tiles.demo import run as demo
 
-    try:
-        source = text.load(args.text, args.tokens)
-    except ValueError as error:
-        console.complain(str(error))
-        return 2
+    source = text.load(args.text, args.tokens)
     console.say("regenerating the kernels from the specs")
     count, differences = kernels.differences(paths.generated_dir(), lambda folder: generate(paths.specs_dir(), folder))
     for sentence in differences:
@@ -46,11 +42,7 @@ def run(args: argparse.Namespace) -> int:
         f"{count} kernels generated, " + ("NOT what is shipped" if differences else "equal to the shipped ones")
     )
     console.say(f"{len(source.ids):,} tokens of {source.source}, {len(source.vocabulary):,} different ones")
-    try:
-        report, block_indices, questions, prompt = demo.run(source, device.choose())
-    except ValueError as error:
-        console.complain(str(error))
-        return 2
+    report, block_indices, questions, prompt = demo.run(source, device.choose())
     demo.show(report)
     for file in demo.write(report, block_indices, questions, prompt, args.out):
         console.say(f"wrote {file}")

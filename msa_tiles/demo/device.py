@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,17 @@ class Device:
     dtype: torch.dtype
     shape: Shape
     chunk: int
+
+    @contextlib.contextmanager
+    def small_steps(self) -> Iterator[None]:
+        """For work made of many small products: on a CPU, threads would spend it waiting for each other."""
+        threads = torch.get_num_threads()
+        if self.torch_device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def synchronise(self) -> None:
         """Wait for the device, so that clocks and progress tell the truth."""

@@ -113,32 +113,36 @@ def _index(orders: list[Tensor], shape: Shape, generator: torch.Generator) -> tu
     return idx_q, _before(_unit(words + pairs)) * scale
 
 
-def _attention(orders: list[Tensor], shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _attention(orders: list[Tensor], shape: Shape, generator: torch.Generator, like: Tensor) -> tuple[Tensor, Tensor]:
     sharpness = torch.linspace(0.6, 1.2, shape.group) if shape.group > 1 else torch.ones(1)
     # softmax_scale is D**-0.5, so that a context that matches in full gets the logit `_PEAK_LOGIT * sharpness`.
     scale = math.sqrt(_PEAK_LOGIT * math.sqrt(shape.head_dim))
-    queries, keys = [], []
-    for _ in range(shape.num_kv_heads):
-        context = torch.zeros(len(orders[0]), shape.head_dim)
+    total = len(orders[0])
+    # Only one head's context is ever held in float32: at 1M tokens all query heads would be 34 GB.
+    queries = like.new_empty(total, shape.num_kv_heads, shape.group, shape.head_dim)
+    keys = like.new_empty(total, shape.num_kv_heads, shape.head_dim)
+    for head in range(shape.num_kv_heads):
+        context = torch.zeros(total, shape.head_dim)
         for ngram in orders:
             table = _signs(int(ngram.max()) + 1, shape.head_dim, generator)
             context += table[ngram] * _weights(ngram)[:, None]
-        context = _unit(context) * scale
-        queries.append(context[:, None, :] * sharpness[None, :, None])
-        keys.append(_before(context))
-    return torch.cat(queries, dim=1), torch.stack(keys, dim=1)
+        context = (_unit(context) * scale).to(like)
+        for member, sharp in enumerate(sharpness.tolist()):
+            queries[:, head, member] = context * sharp
+        keys[:, head] = _before(context)
+    return queries.flatten(1, 2), keys
 
 
 def embed(ids: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> Layer:
     """The layer's inputs for a text. Same ids, same tensors, on every device."""
     generator = torch.Generator().manual_seed(_SEED)
+    like = torch.empty(0, dtype=dtype, device=device)
     orders = _ngrams(torch.tensor(ids, dtype=torch.int64), 3)
     idx_q, idx_k = _index(orders, shape, generator)
-    q, k = _attention(orders, shape, generator)
+    q, k = _attention(orders, shape, generator, like)
     words = torch.stack([_signs(max(ids) + 1, shape.head_dim, generator) for _ in range(shape.num_kv_heads)])
     v = words[:, orders[0]].transpose(0, 1).contiguous()
-    q, k, v, idx_q, idx_k = (x.to(device=device, dtype=dtype) for x in (q, k, v, idx_q, idx_k))
-    return Layer(q, k, v, idx_q, idx_k, words.to(device=device))
+    return Layer(q, k, v.to(like), idx_q.to(like), idx_k.to(like), words.to(device=device))
 
 
 def read_out(layer: Layer, out: Tensor) -> Tensor:

@@ -111,17 +111,18 @@ def prefill(layer: embed.Layer, shape: embed.Shape, device: Device) -> tuple[Ten
     block_indices = torch.cat(ids, dim=1)
     selected = time.perf_counter()
     outs = []
-    for start in console.progress(starts, "sparse attention"):
-        end = min(start + chunk, total)
-        attended = ops.sparse_attention(
-            layer.q[start:end],
-            layer.k[:end],
-            layer.v[:end],
-            block_indices[:, start:end],
-            block_size=shape.block_size,
-        )
-        outs.append(cast(Tensor, attended))
-        device.synchronise()
+    with device.small_steps():
+        for start in console.progress(starts, "sparse attention"):
+            end = min(start + chunk, total)
+            attended = ops.sparse_attention(
+                layer.q[start:end],
+                layer.k[:end],
+                layer.v[:end],
+                block_indices[:, start:end],
+                block_size=shape.block_size,
+            )
+            outs.append(cast(Tensor, attended))
+            device.synchronise()
     return block_indices, torch.cat(outs), selected - began, time.perf_counter() - selected
 
 

@@ -60,11 +60,11 @@ def test_a_text_that_cannot_serve_is_refused(tmp_path, capsys, content, message)
 
 
 def test_a_missed_question_is_shown_as_missed(tmp_path, capsys, monkeypatch):
-    """An indexer that looks the wrong way must not be covered up."""
+    """An indexer that sees nothing takes the first blocks, and that must not be covered up."""
 
     def blind(ids, shape, dtype, torch_device):
         layer = embed_layer(ids, shape, dtype, torch_device)
-        return embed.Layer(layer.q, layer.k, layer.v, -layer.idx_q, layer.idx_k, layer.words)
+        return embed.Layer(layer.q, layer.k, layer.v, 0 * layer.idx_q, layer.idx_k, layer.words)
 
     embed_layer = embed.embed
     monkeypatch.setattr(demo.embed, "embed", blind)
