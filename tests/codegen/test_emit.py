@@ -3,7 +3,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from conftest import Toy
+from toy import Toy
 
 from msa_tiles.spec import SpecError
 

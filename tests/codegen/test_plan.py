@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import Toy
+from toy import Toy
 
 from msa_tiles.codegen import KernelPlan, Selection, illegal, plans
 from msa_tiles.spec import Expression, SpecError, Target, load

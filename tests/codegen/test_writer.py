@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Toy
+from toy import Toy
 
 from msa_tiles.codegen import Selection, drift, write
 

@@ -159,6 +159,18 @@ def test_empty_file(specs: Path) -> None:
         load(specs)
 
 
+def test_bytes_that_are_no_text(specs: Path) -> None:
+    (specs / PRECISIONS).write_bytes(b"bf16: \xff")
+    with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: is not UTF-8 text"):
+        load(specs)
+
+
+def test_a_key_that_is_no_text(specs: Path) -> None:
+    (specs / PRECISIONS).write_text("\n8: {}\n")
+    with pytest.raises(SpecError, match=r"^specs/precisions.yaml:2: a key of the file must be text, not 8"):
+        load(specs)
+
+
 def test_missing_file(specs: Path) -> None:
     (specs / PRECISIONS).unlink()
     with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: cannot be read"):

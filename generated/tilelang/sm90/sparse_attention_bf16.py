@@ -9,14 +9,14 @@
 #   k              [total_k, num_kv_heads, head_dim]  bfloat16  last stride 1
 #   v              [total_k, num_kv_heads, head_dim]  bfloat16  last stride 1
 #   block_indices  [num_kv_heads, total_q, topk]      int32     any strides; -1 pads; in any order, distinct within a
-#     row
+#                                                               row
 #   cu_seqlens_q   [num_sequences + 1]                int32     contiguous; optional
 #   cu_seqlens_k   [num_sequences + 1]                int32     contiguous; optional
 #   seqused_k      [num_sequences]                    int32     contiguous; optional
 # Outputs
 #   out  [total_q, num_q_heads, head_dim]  bfloat16  last stride 1
 #   lse  [total_q, num_q_heads]            float32   contiguous; optional; natural logarithm; -inf where nothing is
-#     visible
+#                                                    visible
 # Parameters
 #   block_size     dim    default 128
 #   softmax_scale  float  default None

@@ -10,7 +10,8 @@
 #   cu_seqlens_k      [num_sequences + 1]                     int32    contiguous; optional
 #   seqused_k         [num_sequences]                         int32    contiguous; optional
 #   num_valid_blocks  [total_q]                               int32    contiguous; optional; or one integer for every
-#     query; without it the position of the query decides
+#                                                                      query; without it the position of the query
+#                                                                      decides
 # Outputs
 #   out  [num_kv_heads, total_q, topk]  int32  last stride 1; -1 pads
 # Parameters
