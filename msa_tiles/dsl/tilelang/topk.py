@@ -53,24 +53,39 @@ def insert(keys, ids, capacity, key, block):
 
 
 @T.macro
-def merge(keys, ids, capacity, lanes, keep):
-    """Insert the list of the thread `lanes` lanes up into the list of each thread with `keep`; any order of ids."""
+def order_pair(keys, ids, upper, lower):
+    """Exchange two entries unless the upper one ranks first: larger key, or equal key and lower id."""
     key = T.alloc_var("int32")
     block = T.alloc_var("int32")
-    next_key = T.alloc_var("int32")
-    next_block = T.alloc_var("int32")
-    for i in T.unroll(capacity):
-        key = T.shfl_down(keys[i], lanes)
-        block = T.shfl_down(ids[i], lanes)
-        if keep:
-            for j in T.unroll(capacity):
-                if key > keys[j] or (key == keys[j] and block < ids[j]):
-                    next_key = keys[j]
-                    next_block = ids[j]
-                    keys[j] = key
-                    ids[j] = block
-                    key = next_key
-                    block = next_block
+    if keys[lower] > keys[upper] or (keys[lower] == keys[upper] and ids[lower] < ids[upper]):
+        key = keys[upper]
+        block = ids[upper]
+        keys[upper] = keys[lower]
+        ids[upper] = ids[lower]
+        keys[lower] = key
+        ids[lower] = block
+
+
+@T.macro
+def merge(keys, ids, capacity, lanes, keep):
+    """Merge the list of the thread `lanes` lanes up into the list of each thread with `keep`; ids in any order.
+
+    The better of entry j here and entry capacity - 1 - j there make up the best `capacity` of both, as a bitonic
+    sequence, which log2(capacity) rounds of exchanges put in order. capacity is a power of two.
+    """
+    key = T.alloc_var("int32")
+    block = T.alloc_var("int32")
+    for j in T.unroll(capacity):
+        key = T.shfl_down(keys[capacity - 1 - j], lanes)
+        block = T.shfl_down(ids[capacity - 1 - j], lanes)
+        if keep and (key > keys[j] or (key == keys[j] and block < ids[j])):
+            keys[j] = key
+            ids[j] = block
+    for level in T.unroll(capacity.bit_length() - 1):
+        for pair in T.unroll(capacity // 2):
+            stride = capacity >> (level + 1)
+            upper = pair // stride * (2 * stride) + pair % stride
+            order_pair(keys, ids, upper, upper + stride)
 
 
 @T.macro

@@ -12,7 +12,7 @@ Pipelines (name: depth, arrivals)
   q_full: 1, 128 producer threads + TMA bytes
   k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
 
-The consumer keeps two score tiles in flight, so one is multiplied while the other is reduced. Warp i owns rows 16i to
+The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to
 16i+15; their maxima gather in shared memory, GATHER blocks a row, and leave as whole 128-byte lines.
 """
 
@@ -91,10 +91,10 @@ def index_score(head_dim: int, block_size: int):
             odd = stage
             if pair * 2 + 1 < num_blocks:
                 T.barrier_wait(k_full[odd], phase)
+            T.wait_wgmma(0)
+            T.barrier_arrive(k_free[even])
             # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
-            T.wait_wgmma(1)
-            T.barrier_arrive(k_free[even])
             block_max(S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1)
             stage = stage + 1
             if stage == STAGES:
@@ -102,10 +102,10 @@ def index_score(head_dim: int, block_size: int):
                 phase = phase ^ 1
             if pair * 2 + 2 < num_blocks:
                 T.barrier_wait(k_full[stage], phase)
-            T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
-            T.wait_wgmma(1)
+            T.wait_wgmma(0)
             if pair * 2 + 1 < num_blocks:
                 T.barrier_arrive(k_free[odd])
+            T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
             block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
             for i in T.Parallel(ROWS):
                 gathered[w, i, (pair * 2) % GATHER] = max_even[i]

@@ -12,7 +12,8 @@ Pipelines (name: depth, arrivals)
   q_full: 1, 128 producer threads + TMA bytes
   k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
 
-The consumer keeps two score tiles in flight, so one is multiplied while the other is reduced. Row maxima pass through
+The consumer has two score tiles: one is multiplied while the other is reduced; a list of 64 leaves it
+registers for one. Row maxima pass through
 shared memory inside a warp: warp i owns rows 16i to 16i+15, lane l serves row l % 16 and takes the even blocks
 (l < 16) or the odd ones. The two lists of a row are merged at the end. With several index heads per KV head the
 maximum also runs over the heads.
@@ -49,28 +50,37 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     q_token, q_head, k_token, out_head, out_token = T.dynamic("q_token, q_head, k_token, out_head, out_token")
 
     @T.macro
-    def consume(
-        w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
-        head, first_token, end_token, first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+    def rank_pair(
+        w, lane, row, max_shared, max_even, max_odd, first_block, valid, init_blocks, local_blocks, keys, ids
     ):  # fmt: skip
+        """Offer the maxima of two neighbouring blocks to the lists: lanes below 16 take the first one."""
+        key = T.alloc_var("int32")
+        block = T.alloc_var("int32")
+        T.sync_warp()
+        for i in T.Parallel(ROWS):
+            max_shared[w, 0, i] = max_even[i]
+        for i in T.Parallel(ROWS):
+            max_shared[w, 1, i] = max_odd[i]
+        T.sync_warp()
+        block = first_block + lane // 16
+        key = top.forced_key(top.order_key(max_shared[w, lane // 16, row]), block, valid, init_blocks, local_blocks)
+        if block < valid:
+            top.insert(keys, ids, topk, key, block)
+
+    @T.macro
+    def score_pairs(
+        w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
+        first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+    ):  # fmt: skip
+        """Two score tiles: the even block's is reduced while the odd one's is multiplied, then the other way round."""
         S_even = T.alloc_fragment([ROWS, block_size], "float32")
         S_odd = T.alloc_fragment([ROWS, block_size], "float32")
         max_even = T.alloc_fragment([ROWS], "float32")
         max_odd = T.alloc_fragment([ROWS], "float32")
-        keys = T.alloc_local([topk], "int32")
-        ids = T.alloc_local([topk], "int32")
         stage = T.alloc_var("int32")
         phase = T.alloc_var("int32")
-        key = T.alloc_var("int32")
-        block = T.alloc_var("int32")
         even = T.alloc_var("int32")
         odd = T.alloc_var("int32")
-        lane = tx % 32
-        row = (tx - w * 128) // 32 * 16 + lane % 16
-        limit = T.min(first_limit + row, length - 1)
-        valid = T.if_then_else(limit >= 0, limit // block_size + 1, 0)
-        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
-        top.clear(keys, ids, topk)
         stage = 0
         phase = 0
         if num_blocks > 0:
@@ -89,46 +99,90 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             if pair * 2 + 1 < num_blocks:
                 T.barrier_wait(k_full[odd], phase)
             for r in T.unroll(heads_per_group):
-                # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
-                T.wgmma_gemm(Q_shared[w, r, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(1)
+                T.wait_wgmma(0)
                 if r == heads_per_group - 1:
                     T.barrier_arrive(k_free[even])
-                block_max(
-                    S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1
-                )
-                if r < heads_per_group - 1:
-                    T.wgmma_gemm(
-                        Q_shared[w, r + 1, :, :], K_shared[even, :, :], S_even, transpose_B=True, clear_accum=True
-                    )
-                else:
+                # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
+                T.wgmma_gemm(Q_shared[w, r, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
+                block_max(S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1)
+                if r == heads_per_group - 1:
                     stage = stage + 1
                     if stage == STAGES:
                         stage = 0
                         phase = phase ^ 1
                     if pair * 2 + 2 < num_blocks:
                         T.barrier_wait(k_full[stage], phase)
-                    T.wgmma_gemm(Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(1)
-                if r == heads_per_group - 1:
+                T.wait_wgmma(0)
+                if r < heads_per_group - 1:
+                    T.wgmma_gemm(
+                        Q_shared[w, r + 1, :, :], K_shared[even, :, :], S_even, transpose_B=True, clear_accum=True
+                    )
+                else:
                     if pair * 2 + 1 < num_blocks:
                         T.barrier_arrive(k_free[odd])
-                block_max(
-                    S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1
-                )
-            T.sync_warp()
-            for i in T.Parallel(ROWS):
-                max_shared[w, 0, i] = max_even[i]
-            for i in T.Parallel(ROWS):
-                max_shared[w, 1, i] = max_odd[i]
-            T.sync_warp()
-            block = pair * 2 + lane // 16
-            key = top.forced_key(
-                top.order_key(max_shared[w, lane // 16, row]), block, valid, init_blocks, local_blocks
+                    T.wgmma_gemm(Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
+                block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
+            rank_pair(
+                w, lane, row, max_shared, max_even, max_odd, pair * 2, valid, init_blocks, local_blocks, keys, ids
             )
-            if block < valid:
-                top.insert(keys, ids, topk, key, block)
         T.wait_wgmma(0)
+
+    @T.macro
+    def score_singly(
+        w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
+        first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+    ):  # fmt: skip
+        """One score tile at a time, for lists that leave no registers for a second one."""
+        S = T.alloc_fragment([ROWS, block_size], "float32")
+        max_even = T.alloc_fragment([ROWS], "float32")
+        max_odd = T.alloc_fragment([ROWS], "float32")
+        if num_blocks > 0:
+            T.barrier_wait(q_full, 0)
+        T.fill(max_even, -T.infinity("float32"))
+        T.fill(max_odd, -T.infinity("float32"))
+        for block in T.serial(num_blocks):
+            T.barrier_wait(k_full[block % STAGES], (block // STAGES) & 1)
+            for r in T.unroll(heads_per_group):
+                T.wgmma_gemm(
+                    Q_shared[w, r, :, :], K_shared[block % STAGES, :, :], S, transpose_B=True, clear_accum=True
+                )
+                T.wait_wgmma(0)
+                if r == heads_per_group - 1:
+                    T.barrier_arrive(k_free[block % STAGES])
+                block_max(S, max_odd, ROWS, block_size, block, full_blocks, first_limit, length - 1)
+            if block % 2 == 0:
+                T.copy(max_odd, max_even)
+                T.fill(max_odd, -T.infinity("float32"))
+            if block % 2 == 1 or block == num_blocks - 1:
+                rank_pair(
+                    w, lane, row, max_shared, max_even, max_odd, block // 2 * 2, valid, init_blocks, local_blocks,
+                    keys, ids,
+                )  # fmt: skip
+                T.fill(max_odd, -T.infinity("float32"))
+
+    @T.macro
+    def consume(
+        w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
+        head, first_token, end_token, first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+    ):  # fmt: skip
+        keys = T.alloc_local([topk], "int32")
+        ids = T.alloc_local([topk], "int32")
+        lane = tx % 32
+        row = (tx - w * 128) // 32 * 16 + lane % 16
+        limit = T.min(first_limit + row, length - 1)
+        valid = T.if_then_else(limit >= 0, limit // block_size + 1, 0)
+        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
+        top.clear(keys, ids, topk)
+        if topk <= 32:
+            score_pairs(
+                w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
+                first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+            )  # fmt: skip
+        else:
+            score_singly(
+                w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
+                first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+            )  # fmt: skip
         top.merge(keys, ids, topk, 16, lane < 16)
         if lane < 16 and first_token + row < end_token:
             top.emit(keys, ids, topk, valid, k, order, out, head, first_token + row)
