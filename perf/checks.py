@@ -10,6 +10,7 @@ from perf.cases import Case
 from perf.inputs import Attention, Indexer, sample_rows
 
 ROWS = 48
+ATTENTION_ROWS = 16
 DENSE_ROWS = 12
 ATTENTION_LIMIT = 2e-2
 SCORE_LIMIT = 1e-5
@@ -71,7 +72,7 @@ def selected(case: Case, inputs: Indexer, ids: Tensor) -> str | None:
 
 def attended(case: Case, inputs: Attention, out: Tensor) -> str | None:
     """`out [T, Hq, D]` of attention over the selected blocks."""
-    rows = sample_rows(case.num_q, ROWS, out.device)
+    rows = sample_rows(case.num_q, ATTENTION_ROWS, out.device)
     wanted, _ = reference.sparse_attention(
         inputs.q[rows].float(),
         inputs.k,

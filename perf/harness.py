@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,8 +139,7 @@ def row_of(bench: Bench, result: Result, card: str, precision: str, dsl: str, fl
         "median_ms": round(result.median(OURS), 5),
         "median_baselines": {name: round(result.median(name), 5) for name in peers},
         "ms_by_order": [round(timing.sustained_ms, 5) for timing in ours],
-        "runs": [timing.runs for timing in ours],
-        "timed": {name: timings[0].how for name, timings in result.timings.items()},
+        "timed": {name: f"{t[0].how}, {sum(x.runs for x in t)} runs" for name, t in result.timings.items()},
         "input_sets": result.num_sets,
         "skipped": result.skipped,
         "torch": torch.__version__,
@@ -149,10 +150,10 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
     """Command line of a benchmark module: `prepare(case, device, dsl)` builds a Bench; `find(label)` finds a case."""
     parser = argparse.ArgumentParser(prog=f"python -m perf.bench_{op}", description=f"Times {op} and its baselines.")
     parser.add_argument("--cases", nargs="+", default=list(labels), metavar="CASE", help=f"of {', '.join(labels)}")
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--precision", choices=["bf16"], default="bf16")
     parser.add_argument("--dsl", default="tilelang")
     parser.add_argument("--seconds", type=float, default=1.0, help="sustained run of each contender in each order")
-    parser.add_argument("--out", default=None, help="jsonl file; default perf/results/<card>.jsonl")
+    parser.add_argument("--out", type=Path, default=None, help="jsonl file; default perf/results/<card>.jsonl")
     parser.add_argument("--peers", nargs="*", default=None, metavar="NAME", help="time only these baselines")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -160,7 +161,8 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
-    path = rows.path_for(properties.name) if args.out is None else rows.Path(args.out)
+    path = rows.path_for(properties.name) if args.out is None else args.out
+    failed = False
     for label in args.cases:
         torch.manual_seed(0)
         try:
@@ -171,9 +173,14 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
             return 2
         if args.peers is not None:
             left = [peer for peer in bench.peers if peer.name in args.peers]
-            bench = Bench(**{**vars(bench), "peers": left})
+            bench = dataclasses.replace(bench, peers=left)
         _say(f"{op} {label} on {properties.name}")
-        result = run(bench, CudaClock(), properties.L2_cache_size, args.seconds, _say)
+        try:
+            result = run(bench, CudaClock(), properties.L2_cache_size, args.seconds, _say)
+        except RuntimeError as error:  # the other cases are still worth their time
+            _say(f"  {OURS} failed: {_first_line(error)}")
+            failed = True
+            continue
         floors = [cases.floor(part, label, args.precision, properties.name) for part in bench.floor_ops or (op,)]
         floor = None if None in floors else sum(value for value in floors if value is not None)
         row = row_of(bench, result, properties.name, args.precision, args.dsl, floor)
@@ -181,7 +188,7 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
         _say(summary(row))
         del bench, result
         _release()
-    return 0
+    return 1 if failed else 0
 
 
 def summary(row: dict[str, Any]) -> str:

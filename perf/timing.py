@@ -15,7 +15,7 @@ Call = Callable[[], object]
 
 RUNS = 20
 SLOW_MS = 100.0
-SLOW_RUNS = 5
+SLOW_RUNS = 3
 """Fewest timed runs of a call, and of a call that takes longer than SLOW_MS (dense attention on long prompts)."""
 
 
@@ -37,11 +37,10 @@ class CudaClock:
             for call in calls:
                 call()
 
-        # Twice before capture: compilers, autotuners and library handles must have settled.
+        # Once before capture, after the call that was checked: autotuners and library handles must have settled.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            eager()
             eager()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -85,8 +84,9 @@ def runs_for(estimate_ms: float, seconds: float) -> int:
 def measure(calls: Sequence[Call], clock: Clock, seconds: float) -> Timing:
     """Time `calls` (the same work on inputs of their own) played in turn; figures are per call."""
     play, how = clock.load(calls)
-    clock.run(play, 1)
-    estimate = statistics.median(clock.run(play, 3)[0])
+    estimate = clock.run(play, 1)[0][0]
+    if estimate <= SLOW_MS:  # the first play warms up, and is off by too much where plays are short
+        estimate = statistics.median(clock.run(play, 3)[0])
     runs = runs_for(estimate, seconds)
     each, total = clock.run(play, runs)
     # One mark per play costs next to nothing, so that one run gives both figures.
