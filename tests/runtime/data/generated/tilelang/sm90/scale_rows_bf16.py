@@ -13,7 +13,8 @@ def scale_rows(width: int, capacity: int):
     ):
         with T.Kernel(T.ceildiv(rows, capacity), threads=64) as tile:
             x_shared = T.alloc_shared((capacity, width), "float32")
-            T.copy(x[tile * capacity, 0], x_shared)
+            for r, i in T.Parallel(capacity, width):
+                x_shared[r, i] = x[T.min(tile * capacity + r, rows - 1), i]
             for r, i in T.Parallel(capacity, width):
                 if tile * capacity + r < rows:
                     y[tile * capacity + r, i] = x_shared[r, i] * factor

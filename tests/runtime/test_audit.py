@@ -1,0 +1,102 @@
+"""The audit of machine code, against a real cubin and against planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from msa_tiles.runtime import audit, toolchain
+from msa_tiles.runtime.audit import complaints, has_opcode
+from msa_tiles.runtime.cache import Cache, Entry
+from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.runtime.toolchain import ToolchainError
+
+
+@pytest.fixture
+def measured(entry: Entry) -> dict:
+    try:
+        return audit.measured(entry)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+def test_a_cubin_is_measured(measured: dict) -> None:
+    function = measured["functions"]["scale_rows_kernel_kernel"]
+    assert 8 <= function["registers"] <= 64
+    assert function["stack"] == 0
+    assert function["static_shared_memory"] == 0
+    assert measured["opcodes"]["EXIT"] >= 1
+    assert has_opcode("LDG", measured["opcodes"])
+    assert not has_opcode("HGMMA", measured["opcodes"])
+
+
+def test_a_good_kernel_has_no_complaints(cell: Cell, target: Target, entry: Entry, measured: dict) -> None:
+    assert complaints(cell, cell.ci[0], target, entry) == []
+
+
+def test_what_was_measured_is_kept(entry: Entry, measured: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find_disassembler", lambda name: pytest.fail(f"{name} was run again"))
+    assert audit.measured(entry) == measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"expect": ["HGMMA"]}, "the plan promised HGMMA, the code has none"),
+        ({"forbid": ["FMUL"]}, "the code has FMUL, which the plan forbids"),
+        ({"threads": 128}, "scale_rows_kernel_kernel runs 64 threads, the plan says 128"),
+        ({"threads": "width * 2"}, "scale_rows_kernel_kernel runs 64 threads, the plan says 128"),
+        (
+            {"shared_memory": "capacity * width"},
+            "scale_rows_kernel_kernel uses 1024 bytes of shared memory, the plan says 256",
+        ),
+    ],
+)
+def test_a_broken_promise_is_a_complaint(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, changes, complaint: str
+) -> None:
+    promised = dataclasses.replace(cell, entry={**cell.entry, **changes})
+    assert complaints(promised, cell.ci[0], target, entry) == [complaint]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "complaint"),
+    [
+        ("shared_memory_per_block", 1000, "uses 1024 bytes of shared memory, sm90 allows 1000"),
+        ("registers_per_thread", 4, "registers, sm90 allows 4"),
+        ("registers_per_sm", 512, "registers for a block, sm90 has 512"),
+        ("threads_per_block", 32, "runs 64 threads, sm90 allows 32"),
+    ],
+)
+def test_exceeding_the_target_is_a_complaint(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, limit: str, value: int, complaint: str
+) -> None:
+    [found] = complaints(cell, cell.ci[0], dataclasses.replace(target, **{limit: value}), entry)
+    assert found.endswith(complaint)
+
+
+def test_a_spill_is_a_complaint(cell: Cell, target: Target, entry: Entry, measured: dict, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    spilled = Entry(tmp_path, entry.meta)
+    function = {**measured["functions"]["scale_rows_kernel_kernel"], "stack": 48}
+    spilled.write_audit({**measured, "functions": {"scale_rows_kernel_kernel": function}})
+    assert complaints(cell, cell.ci[0], target, spilled) == [
+        "scale_rows_kernel_kernel spills or keeps arrays on a stack of 48 bytes, wanted none"
+    ]
+
+
+def test_opcodes_match_with_their_modifiers() -> None:
+    opcodes = ["UTCOMMA.2CTA.4X", "HGMMA.64x128x16.F32.BF16", "STL.64"]
+    assert has_opcode("HGMMA", opcodes)
+    assert has_opcode("UTCOMMA.4X", opcodes)
+    assert has_opcode("STL", opcodes)
+    assert not has_opcode("HMMA", opcodes)
+    assert not has_opcode("UTCOMMA.2X", opcodes)
+    assert not has_opcode("ST", opcodes)
+
+
+def test_a_missing_disassembler_is_named(entry: Entry, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_wheel_directories", lambda: iter([]))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ToolchainError, match="needs cuobjdump: `pip install nvidia-cuda-cuobjdump`"):
+        audit.measure(entry.cubin)

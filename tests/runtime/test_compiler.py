@@ -1,0 +1,207 @@
+"""Compiling without a GPU, and the cache around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from msa_tiles.runtime import compile_count, compiler, toolchain
+from msa_tiles.runtime.cache import Cache, Entry, default_root
+from msa_tiles.runtime.compiler import CompileError, cache_key, compile_variant, find_compiled
+from msa_tiles.runtime.launch import load_function
+from msa_tiles.runtime.registry import Cell, Registry, Target, source_files
+from msa_tiles.runtime.toolchain import ToolchainError
+
+
+@pytest.fixture
+def filled(entry: Entry, cache: Cache, tmp_path: Path) -> Cache:
+    """A cache of the test's own that holds the compiled entry."""
+    shutil.copytree(cache.root, tmp_path / "copy")
+    return Cache(tmp_path / "copy")
+
+
+def test_an_entry_has_a_library_a_cubin_and_what_a_launch_takes(entry: Entry) -> None:
+    assert entry.library.read_bytes()[:4] == entry.cubin.read_bytes()[:4] == b"\x7fELF"
+    assert entry.meta["kernels"] == {"scale_rows_kernel_kernel": {"threads": 64, "dynamic_shared_memory": 1024}}
+    assert entry.meta["variant"] == {"width": 64, "capacity": 4}
+    assert set(entry.meta["versions"]) == {"tilelang", "apache-tvm-ffi", "nvcc"}
+
+
+def test_a_second_request_compiles_nothing(cell: Cell, target: Target, filled: Cache) -> None:
+    before = compile_count()
+    again = compile_variant(cell, cell.ci[0], target.arch, filled)
+    assert again.directory.is_relative_to(filled.root)
+    assert compile_count() == before
+
+
+@pytest.mark.slow
+def test_compiling_is_counted(cell: Cell, target: Target, tmp_path: Path, nvcc: Path) -> None:
+    before = compile_count()
+    compile_variant(cell, {"width": 64, "capacity": 8}, target.arch, Cache(tmp_path))
+    assert compile_count() == before + 1
+    assert [path.name for path in (tmp_path / cell.id).glob(".stage-*")] == []
+
+
+def test_the_loaded_library_is_called_with_torch_tensors(entry: Entry) -> None:
+    function = load_function(entry)
+    rows = torch.zeros(3, 64)
+    with pytest.raises(RuntimeError, match="expected cuda"):
+        function(rows, rows, 2.0)
+
+
+def test_loading_needs_neither_tilelang_nor_a_compiler(entry: Entry) -> None:
+    code = (
+        "import json, sys; from pathlib import Path; from msa_tiles.runtime.cache import Entry;"
+        "from msa_tiles.runtime.launch import load_function; directory = Path(sys.argv[1]);"
+        "load_function(Entry(directory, json.loads((directory / 'meta.json').read_text())));"
+        "print('tilelang' in sys.modules)"
+    )
+    environment = {**os.environ, "PATH": ""}
+    command = [sys.executable, "-c", code, str(entry.directory)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["kernel.so", "kernel.cubin", "meta.json"])
+def test_a_corrupt_entry_is_a_miss_and_is_replaced(
+    cell: Cell, target: Target, filled: Cache, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find_compiled(cell, cell.ci[0], target.arch, filled)
+    assert found is not None
+    copy = {path.name: path.read_bytes() for path in found.directory.iterdir()}
+    (found.directory / name).write_bytes(copy[name][: len(copy[name]) // 2])
+    assert find_compiled(cell, cell.ci[0], target.arch, filled) is None
+
+    def recompile(_cell: Cell, _variant: object, _arch: str, staged: Path) -> dict[str, object]:
+        for file in ("kernel.so", "kernel.cubin", "kernel.cu"):
+            (staged / file).write_bytes(copy[file])
+        return {"function": "scale_rows_kernel", "kernels": {}}
+
+    monkeypatch.setitem(compiler._COMPILERS, "tilelang", recompile)
+    compile_variant(cell, cell.ci[0], target.arch, filled)
+    mended = find_compiled(cell, cell.ci[0], target.arch, filled)
+    assert mended is not None
+    assert mended.library.read_bytes() == copy["kernel.so"]
+    assert len(list(found.directory.parent.glob("[!.]*"))) == 1
+    assert not list(found.directory.parent.glob(".stage-*"))
+
+
+def test_the_key_follows_what_changes_code_generation(cell: Cell, target: Target, tmp_path: Path) -> None:
+    usual = cache_key(cell, cell.ci[0], target.arch)
+    edited = tmp_path / "scale_rows_bf16.py"
+    edited.write_text(cell.file.read_text().replace("* factor", "+ factor"))
+    moved = tmp_path / "moved.py"
+    shutil.copy(cell.file, moved)
+    different = [
+        cache_key(cell, cell.ci[1], target.arch),
+        cache_key(cell, cell.ci[0], "sm_100a"),
+        cache_key(dataclasses.replace(cell, digest="f" * 16), cell.ci[0], target.arch),
+        cache_key(dataclasses.replace(cell, file=edited), cell.ci[0], target.arch),
+    ]
+    assert len({usual, *different}) == 5
+    reordered = dict(reversed(cell.ci[0].items()))
+    assert cache_key(cell, reordered, target.arch) == usual
+    assert cache_key(dataclasses.replace(cell, file=moved), cell.ci[0], target.arch) == usual
+
+
+def test_an_edited_helper_changes_the_source_of_its_kernels(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("from msa_tiles.dsl.tilelang.softmax import block_softmax\n")
+    assert {path.name for path in source_files(kernel)} >= {"kernel.py", "softmax.py"}
+    kernel.write_text("import tilelang.language as T\n")
+    assert source_files(kernel) == {kernel}
+
+
+def test_without_nvcc_any_version_loads_and_none_compiles(
+    cell: Cell, target: Target, filled: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert compile_variant(cell, cell.ci[0], target.arch, filled).directory.parent.parent == filled.root
+    with pytest.raises(ToolchainError, match=r"needs nvcc.*msa-tiles\[cuda\]"):
+        compile_variant(cell, cell.ci[1], target.arch, Cache(tmp_path / "empty"))
+
+
+def test_another_nvcc_is_another_entry(
+    cell: Cell, target: Target, filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "nvcc_version", lambda: "12.9.1")
+    assert find_compiled(cell, cell.ci[0], target.arch, filled) is None
+
+
+def test_nvcc_is_found_in_cuda_home_then_path_then_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("home/bin", "path", "wheels"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "nvcc").write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
+        (tmp_path / place / "nvcc").chmod(0o755)
+    monkeypatch.setattr(toolchain, "_wheel_directories", lambda: iter([tmp_path / "wheels"]))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert toolchain.find_nvcc() == tmp_path / "home/bin/nvcc"
+    assert toolchain.nvcc_version() == "13.0.88"
+    monkeypatch.delenv("CUDA_HOME")
+    assert toolchain.find_nvcc() == tmp_path / "path/nvcc"
+    monkeypatch.setenv("PATH", "")
+    assert toolchain.find_nvcc() == tmp_path / "wheels/nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    with pytest.raises(ToolchainError, match=r"CUDA_HOME is '.*nowhere', which has no bin/nvcc"):
+        toolchain.require_nvcc()
+
+
+def test_a_kernel_that_does_not_compile_is_named(cell: Cell, target: Target, tmp_path: Path, nvcc: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def scale_rows(width, capacity):\n    raise IndexError('no such row')\n")
+    bad = dataclasses.replace(cell, file=broken)
+    with pytest.raises(CompileError, match=r"scale_rows\.tilelang\.sm90\.bf16 width=64 capacity=4: no such row"):
+        compile_variant(bad, cell.ci[0], target.arch, Cache(tmp_path / "cache"))
+    assert not list((tmp_path / "cache" / cell.id).glob("[!.]*"))
+
+
+def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path))
+    assert default_root() == tmp_path
+    monkeypatch.delenv("MSA_TILES_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert default_root() == Path("/home/somebody/.cache/msa_tiles")
+
+
+def hold_lock(root: str, seconds: float, ready, released) -> None:  # type: ignore[no-untyped-def]
+    """Hold a key's lock until told, then note the release. Runs in a process of its own."""
+    with Cache(Path(root)).lock("cell", "key"):
+        ready.set()
+        released.wait(seconds)
+        Path(root, "released").touch()
+
+
+def test_one_key_is_locked_across_processes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, released = context.Event(), context.Event()
+    other = context.Process(target=hold_lock, args=(str(tmp_path), 30, ready, released))
+    other.start()
+    assert ready.wait(60)
+    with Cache(tmp_path).lock("cell", "another key"):
+        assert not (tmp_path / "released").exists()
+    released.set()
+    with Cache(tmp_path).lock("cell", "key"):
+        assert (tmp_path / "released").exists()
+    other.join()
+
+
+def test_an_index_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"index\.json cannot be read .*; run `msa-tiles generate`"):
+        Registry.read(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"format": 99, "cells": []}))
+    with pytest.raises(ValueError, match="has not format 1"):
+        Registry.read(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"format": 1, "cells": [{}], "targets": {}, "precisions": {}}))
+    with pytest.raises(ValueError, match="lacks or misstates 'id'"):
+        Registry.read(tmp_path)

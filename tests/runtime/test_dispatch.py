@@ -1,0 +1,94 @@
+"""Which kernel is chosen, and what is said when none is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from msa_tiles.runtime import dispatch
+from msa_tiles.runtime.dispatch import NoKernelError, decide, find_kernel, fit_variant
+from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
+from msa_tiles.runtime.registry import Cell, Registry, Target
+
+H100 = DeviceFacts("NVIDIA H100 80GB HBM3", "sm90", 132, (9, 0))
+GPU = torch.device("cuda", 0)
+
+
+def call(**changes) -> CallFacts:  # type: ignore[no-untyped-def]
+    usual = CallFacts("scale_rows", GPU, "bf16", {"width": 64, "capacity": 4})
+    return dataclasses.replace(usual, **changes)
+
+
+def test_a_call_that_fits_is_served(registry: Registry) -> None:
+    decision = decide(call(), H100, registry)
+    assert decision.chosen is not None
+    assert decision.chosen.cell.id == "scale_rows.tilelang.sm90.bf16"
+    assert decision.chosen.variant == {"width": 64, "capacity": 4}
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_a_capacity_is_rounded_up(cell: Cell, asked: int, given: int) -> None:
+    assert fit_variant(cell, {"width": 128, "capacity": asked}) == ({"width": 128, "capacity": given}, None)
+
+
+def test_dims_that_are_no_variant_of_a_cell_do_not_matter(cell: Cell) -> None:
+    assert fit_variant(cell, {"width": 64, "capacity": 4, "rows": 3}) == ({"width": 64, "capacity": 4}, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "backend", "refusal"),
+    [
+        ({"variant": {"width": 96, "capacity": 4}}, H100, "auto", "width is 96, wanted one of 64, 128"),
+        ({"variant": {"width": 64, "capacity": 9}}, H100, "auto", "capacity is 9, wanted at most 8"),
+        ({"variant": {"width": 64}}, H100, "auto", "the call does not say capacity"),
+        ({"precision": "fp8"}, H100, "auto", "it takes bf16, the call is fp8"),
+        ({"features": frozenset({"paged"})}, H100, "auto", "it does not serve paged (rows in pages of a pool)"),
+        ({"features": frozenset({"odd"})}, H100, "auto", "it does not serve odd"),
+        ({"refusals": ("x has 2^31 rows",)}, H100, "auto", "x has 2^31 rows"),
+        ({}, H100, "cutedsl", "it is a tilelang kernel, backend='cutedsl' was asked for"),
+        (
+            {},
+            DeviceFacts("NVIDIA A100", None, 108, (8, 0)),
+            "auto",
+            "it is for sm90, the call is on NVIDIA A100 (sm80)",
+        ),
+        ({}, DeviceFacts("cpu", None, 0, None), "auto", "it is for sm90, the call is on cpu (no GPU)"),
+    ],
+)
+def test_a_refusal_says_why(  # type: ignore[no-untyped-def]
+    registry: Registry, changes, device: DeviceFacts, backend: str, refusal: str
+) -> None:
+    decision = decide(call(**changes), device, registry, backend)
+    assert decision.chosen is None
+    assert [candidate.refusal for candidate in decision.candidates] == [refusal]
+    assert f"\n  scale_rows.tilelang.sm90.bf16: {refusal}" in decision.complaint()
+
+
+def test_the_first_of_several_accepting_cells_runs_unless_a_backend_is_named(registry: Registry, cell: Cell) -> None:
+    other = dataclasses.replace(cell, id="scale_rows.cutedsl.sm90.bf16", dsl="cutedsl")
+    both = dataclasses.replace(registry, cells=(cell, other))
+    assert decide(call(), H100, both).chosen.cell is cell  # type: ignore[union-attr]
+    assert decide(call(), H100, both, "cutedsl").chosen.cell is other  # type: ignore[union-attr]
+
+
+def test_no_kernel_error_lists_every_candidate(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "default_registry", lambda: registry)
+    facts = call(device=torch.device("cpu"))
+    with pytest.raises(NoKernelError, match=r"scale_rows\.tilelang\.sm90\.bf16: it is for sm90, the call is on cpu"):
+        find_kernel("scale_rows", facts)
+    with pytest.raises(NoKernelError, match="none is generated for this operator"):
+        find_kernel("nothing", call(op="nothing", device=torch.device("cpu")))
+
+
+def test_find_kernel_refuses_what_is_no_kernel_backend() -> None:
+    with pytest.raises(ValueError, match="backend is 'triton', wanted one of 'auto', 'tilelang', 'cutedsl'"):
+        find_kernel("scale_rows", call(), backend="triton")
+    with pytest.raises(ValueError, match="facts are of 'scale_rows', wanted 'combine'"):
+        find_kernel("combine", call())
+
+
+def test_facts_of_devices(target: Target) -> None:
+    assert device_facts(torch.device("cpu"), [target]) == DeviceFacts("cpu", None, 0, None)
+    assert target_facts(target) == H100
