@@ -21,7 +21,7 @@
 #   window         runtime
 #   num_kv_heads   runtime
 #   num_windows    = ceildiv(total_q, window)
-#   max_tasks      = min(window * topk, ceildiv(total_k, block_size) + num_sequences) + ceildiv(window * topk, 128)
+#   max_tasks      = min(window * topk, ceildiv(total_k, block_size) + num_sequences) + window * topk // 128
 #   total_q        runtime
 #   total_k        runtime
 #   num_sequences  runtime
