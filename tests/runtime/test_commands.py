@@ -1,0 +1,141 @@
+"""The commands explain, support, build and verify, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from msa_tiles import cli
+from msa_tiles.codegen.digest import digest_of
+from msa_tiles.runtime import registry as registry_module
+from msa_tiles.runtime.registry import Registry
+
+
+@pytest.fixture
+def generated(registry: Registry, tmp_path: Path) -> Path:
+    """A copy of the tiny registry whose digest is right, in the header and in the index."""
+    directory = tmp_path / "generated"
+    shutil.copytree(registry.directory, directory, ignore=shutil.ignore_patterns("__pycache__"))
+    index = json.loads((directory / "index.json").read_text())
+    kernel = directory / index["cells"][0]["file"]
+    digest = digest_of(kernel.read_text(), "tilelang")
+    kernel.write_text(f"# cell: scale_rows.tilelang.sm90.bf16   digest: {digest}\n\n{kernel.read_text()}")
+    index["cells"][0]["digest"] = digest
+    (directory / "index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def own_registry_and_cache(generated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "default_registry", lambda: Registry.read(generated))
+    monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def support(capsys: pytest.CaptureFixture[str]) -> dict:
+    assert cli.main(["support", "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    return row
+
+
+def test_support_prints_an_object_for_each_cell(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    row = support(capsys)
+    assert list(row) == ["op", "dsl", "target", "precision", "status", "flags", "file", "digest"]
+    assert (row["op"], row["dsl"], row["target"], row["precision"]) == ("scale_rows", "tilelang", "sm90", "bf16")
+    assert (row["status"], row["flags"]) == ("generated", ["generated"])
+    assert (generated / row["file"]).exists()
+
+
+def test_a_hand_edit_takes_generated_away(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    kernel = generated / support(capsys)["file"]
+    kernel.write_text(kernel.read_text().replace("* factor", "+ factor"))
+    assert (support(capsys)["status"], support(capsys)["flags"]) == ("missing", [])
+
+
+def test_a_run_with_this_digest_makes_it_verified(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    row = support(capsys)
+    entry = {"scale_rows.tilelang.sm90.bf16": {"digest": row["digest"]}}
+    (generated / "verified.json").write_text(json.dumps(entry))
+    assert (support(capsys)["status"], support(capsys)["flags"]) == ("verified", ["generated", "verified"])
+
+
+@pytest.mark.slow
+def test_build_fills_the_cache_and_makes_it_compiled(
+    capsys: pytest.CaptureFixture[str], generated: Path, tmp_path: Path, nvcc: Path
+) -> None:
+    assert cli.main(["build", "--audit"]) == 0
+    printed = capsys.readouterr()
+    assert "2 of 2 variants are compiled and audited" in printed.out
+    assert "compiling: 2/2" in printed.err
+    assert support(capsys)["flags"] == ["generated", "compiled"]
+    assert cli.main(["explain", "scale_rows", "--device", "sm90"]) == 0
+    assert "serves it as width=64 capacity=4, compiled already" in capsys.readouterr().out
+    assert not (generated / "verified.json").exists()
+    index = json.loads((generated / "index.json").read_text())
+    index["cells"][0]["forbid"] = ["FMUL"]
+    (generated / "index.json").write_text(json.dumps(index))
+    assert cli.main(["build", "--audit"]) == 1
+    assert "the code has FMUL, which the plan forbids" in capsys.readouterr().out
+    assert support(capsys)["flags"] == ["generated"]
+
+
+def test_build_refuses_filters_that_match_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", "--op", "combine", "--dsl", "cutedsl"]) == 2
+    assert "no cell matches --op combine --dsl cutedsl" in capsys.readouterr().err
+    assert cli.main(["build", "--jobs", "0"]) == 2
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = cli.main(["explain", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def test_explain_shows_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "scale_rows", "--device", "sm90", "--variant", "capacity=5")
+    assert status == 0
+    assert "serves it as width=64 capacity=8, compiled on first use" in text
+    assert "Runs scale_rows.tilelang.sm90.bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--variant", "width=96"), "refuses: width is 96, wanted one of 64, 128"),
+        (("--precision", "fp8"), "refuses: it takes bf16, the call is fp8"),
+        (("--feature", "paged"), "refuses: it does not serve paged (rows in pages of a pool)"),
+        (("--backend", "cutedsl"), "refuses: it is a tilelang kernel"),
+        (("--device", "cpu"), "refuses: it is for sm90, the call is on cpu (no GPU)"),
+    ],
+)
+def test_explain_shows_refusals(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str) -> None:
+    arguments = arguments if "--device" in arguments else ("--device", "sm90", *arguments)
+    status, text = explain(capsys, "scale_rows", *arguments)
+    assert status == 1
+    assert sentence in text
+    assert "No kernel serves this call" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nothing",), "no operator 'nothing' has kernels; known: scale_rows"),
+        (("scale_rows", "--device", "sm77"), "--device sm77"),
+        (("scale_rows", "--device", "sm90", "--variant", "depth=3"), "has no compile-time dim depth"),
+    ],
+)
+def test_explain_refuses_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    status, text = explain(capsys, *arguments)
+    assert status == 2
+    assert sentence in text
+
+
+def test_verify_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["verify"]) == 2
+    assert "there is no CUDA device here" in capsys.readouterr().err
