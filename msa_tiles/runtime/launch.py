@@ -51,6 +51,10 @@ def load_function(entry: Entry) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _load_loader() -> ctypes.CDLL:
-    """Register the loader of CUDA modules and the TMA descriptor functions, which TVM-FFI alone does not have."""
-    return ctypes.CDLL(str(toolchain.tilelang_library()))
+def _load_loader() -> None:
+    """Register the loader of CUDA modules and the TMA descriptor functions, which TVM-FFI alone does not have.
+
+    A compiled kernel names no library of its own: the runtime's symbols must be visible to everything loaded later.
+    """
+    for library in toolchain.tilelang_libraries():
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

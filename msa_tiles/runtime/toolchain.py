@@ -102,17 +102,18 @@ def find_disassembler(name: str) -> Path:
     return Path(on_path)
 
 
-def tilelang_library() -> Path:
-    """TileLang's native library, which carries the CUDA module loader and the TMA descriptor functions.
+def tilelang_libraries() -> tuple[Path, ...]:
+    """TileLang's native libraries in loading order: the runtime that kernels call, then the CUDA module loader.
 
-    Loading it takes about 30 ms, importing the whole Python package over a second.
+    Loading them takes about 30 ms, importing the whole Python package over a second.
 
     Raises ToolchainError when TileLang is not installed.
     """
     spec = importlib.util.find_spec("tilelang")
     if spec is None or spec.origin is None:
         raise ToolchainError("running a TileLang kernel needs the package tilelang: `pip install tilelang`")
-    library = Path(spec.origin).parent / "lib" / "libtilelang.so"
-    if not library.exists():
-        raise ToolchainError(f"the installed tilelang has no {library}; reinstall it")
-    return library
+    libraries = tuple(Path(spec.origin).parent / "lib" / name for name in ("libtvm_runtime.so", "libtilelang.so"))
+    for library in libraries:
+        if not library.exists():
+            raise ToolchainError(f"the installed tilelang has no {library}; reinstall it")
+    return libraries
