@@ -1,4 +1,4 @@
-"""Random batches for property-based tests: what they mean (per request, plain lists) and how they are stored (tensors)."""
+"""Random batches for property-based tests: what they mean, as plain lists, and how they are stored, as tensors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _starts(lengths: list[int]) -> Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn, block_size: int, storages: tuple[str, ...] = ("flat", "used", "paged")) -> Batch:
-    """Up to three requests of a few queries on up to 2.5 blocks of keys, empty ones and more queries than keys included."""
+    """Up to three requests of a few queries on up to 2.5 blocks of keys; some empty, some shorter than their queries."""
     lengths = st.one_of(
         st.integers(0, 5 * block_size // 2),
         st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size]),
