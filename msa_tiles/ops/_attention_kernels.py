@@ -34,8 +34,8 @@ def window_for(total_q: int, most: int) -> int:
     most = min(most, MOST_QUERIES)
     if most >= WINDOW_MULTIPLE:
         most -= most % WINDOW_MULTIPLE
-    windows = -(-total_q // most)
-    window = -(-total_q // windows)
+    windows = max(1, -(-total_q // most))
+    window = max(1, -(-total_q // windows))
     return min(most, -(-window // WINDOW_MULTIPLE) * WINDOW_MULTIPLE)
 
 
@@ -152,12 +152,8 @@ def sparse_attention(
         first, count = index * window, min(window, total_q - index * window)
         # A slot without an edge stays empty.
         partial_lse.fill_(-torch.inf)
-        attend(
-            q, k, v, edges, tasks, counts, claims, partial_out, partial_lse, softmax_scale * LOG2_E, index, num_ctas
-        )
-        merge(
-            split_out[:, :count], split_lse[:, :count], out[first : first + count], lse[first : first + count]
-        )
+        attend(q, k, v, edges, tasks, counts, claims, partial_out, partial_lse, softmax_scale * LOG2_E, index, num_ctas)
+        merge(split_out[:, :count], split_lse[:, :count], out[first : first + count], lse[first : first + count])
 
 
 def combine(

@@ -16,9 +16,7 @@ NO_ID = 2**31 - 1
 def order_key(score):
     """The int32 key of a float32 score."""
     bits = T.reinterpret(score + T.float32(0.0), "int32")
-    return T.if_then_else(
-        score != score, T.int32(NAN_KEY), T.if_then_else(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
-    )
+    return T.if_then_else(score != score, T.int32(NAN_KEY), T.if_then_else(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits))
 
 
 def forced_key(key, block, valid, init_blocks, local_blocks):
@@ -44,9 +42,7 @@ def insert(keys, ids, capacity, key, block):
     if key > keys[capacity - 1]:
         for back in T.unroll(capacity - 1):
             j = capacity - 1 - back
-            ids[j] = T.if_then_else(
-                key > keys[j - 1], ids[j - 1], T.if_then_else(key > keys[j], block, ids[j])
-            )
+            ids[j] = T.if_then_else(key > keys[j - 1], ids[j - 1], T.if_then_else(key > keys[j], block, ids[j]))
             keys[j] = T.max(keys[j], T.min(key, keys[j - 1]))
         ids[0] = T.if_then_else(key > keys[0], block, ids[0])
         keys[0] = T.max(keys[0], key)

@@ -43,6 +43,4 @@ def last_tile_at_most(starts, count, tile, value, found):
 
 def key_length(cu_seqlens_k, seqused_k, use_seqused, request):
     """Number of keys of a request: seqused_k where the caller gave it, else what cu_seqlens_k says."""
-    return T.if_then_else(
-        use_seqused != 0, seqused_k[request], cu_seqlens_k[request + 1] - cu_seqlens_k[request]
-    )
+    return T.if_then_else(use_seqused != 0, seqused_k[request], cu_seqlens_k[request + 1] - cu_seqlens_k[request])

@@ -138,8 +138,10 @@ def build_schedule(block_size: int):
                 last_at_most(cu_seqlens_q, requests, window_first, request)
                 low = cu_seqlens_k[request[0]] // block_size + request[0]
                 last_at_most(cu_seqlens_q, requests, window_last - 1, request)
-                high = cu_seqlens_k[request[0]] // block_size + request[0] + T.ceildiv(
-                    key_length(cu_seqlens_k, seqused_k, use_seqused, request[0]), block_size
+                high = (
+                    cu_seqlens_k[request[0]] // block_size
+                    + request[0]
+                    + T.ceildiv(key_length(cu_seqlens_k, seqused_k, use_seqused, request[0]), block_size)
                 )
             while low < high:
                 upper = T.min(low + BLOCKS, high)

@@ -90,9 +90,7 @@ def topk_select(topk: int, heads_per_group: int):
                 T.sync_threads()
                 for i in T.unroll(ROWS // WARPS):
                     if start * COLUMNS + lane < most and tile * ROWS + warp * 32 + i < total_q:
-                        largest = score[
-                            head * heads_per_group, tile * ROWS + warp * 32 + i, start * COLUMNS + lane
-                        ]
+                        largest = score[head * heads_per_group, tile * ROWS + warp * 32 + i, start * COLUMNS + lane]
                         for r in T.unroll(heads_per_group - 1):
                             largest = T.max(
                                 largest,

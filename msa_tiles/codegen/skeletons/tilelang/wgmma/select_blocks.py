@@ -120,7 +120,9 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                 else:
                     if pair * 2 + 1 < num_blocks:
                         T.barrier_arrive(k_free[odd])
-                    T.wgmma_gemm(Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
+                    T.wgmma_gemm(
+                        Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True
+                    )
                 block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
             rank_pair(
                 w, lane, row, max_shared, max_even, max_odd, pair * 2, valid, init_blocks, local_blocks, keys, ids
@@ -200,7 +202,10 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (head, slot_reversed):
+        with T.Kernel(num_kv_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (
+            head,
+            slot_reversed,
+        ):
             Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")

@@ -129,9 +129,9 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                 T.wait_wgmma(1)
                 for i in T.Parallel(ROWS):
                     if i % rows_per_query < group:
-                        partial_lse[
-                            row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query
-                        ] = (row_max[i] * scale_log2 + T.log2(row_sum[i])) * LN_2
+                        partial_lse[row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query] = (
+                            row_max[i] * scale_log2 + T.log2(row_sum[i])
+                        ) * LN_2
                 for i in T.Parallel(ROWS):
                     row_sum[i] = 1.0 / row_sum[i]
                 for i, j in T.Parallel(ROWS, head_dim):
