@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.contract import header
-from msa_tiles.codegen.digest import PACKAGE, digest_of, recorded_digest, without_header
+from msa_tiles.codegen.digest import digest_of, recorded_digest
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
 from msa_tiles.codegen.plan import KernelPlan, Selection, plans
 from msa_tiles.codegen.toolchain import PINS
+from msa_tiles.sources import PACKAGE, without_header
 from msa_tiles.spec import Specs, load
 
 INDEX = "index.json"

@@ -81,6 +81,7 @@ def _resource_complaints(
     names: dict[str, int | float] = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits}
     names["threads"] = promised_threads = Expression(str(cell.entry["threads"]))(names)
     promised_shared = Expression(str(cell.entry["shared_memory"]))(names)
+    redistributed = Expression(str(cell.entry["registers"] or 0))(names)
     for name, function in functions.items():
         if name not in launches:
             found.append(f"{name} is in the device code but is never launched")
@@ -99,6 +100,10 @@ def _resource_complaints(
             (
                 function["registers"] > target.registers_per_thread,
                 f"uses {function['registers']} registers, {target.name} allows {target.registers_per_thread}",
+            ),
+            (
+                redistributed > allotted,
+                f"starts with {allotted} registers, its warps ask for {redistributed} and would wait for ever",
             ),
             (
                 allotted > target.registers_per_sm,

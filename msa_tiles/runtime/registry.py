@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msa_tiles import paths
+from msa_tiles.sources import code_of
 
 INDEX = "index.json"
 INDEX_FORMAT = 1
-_HELPERS = "msa_tiles.dsl"
 
 
 class RegistryError(ValueError):
@@ -77,11 +76,10 @@ class Cell:
         return getattr(sys.modules[self.function.__module__], "PASS_CONFIGS", None)
 
     def source_hash(self) -> str:
-        """16 hex digits over the kernel file and the device helpers it imports, as they are on disk now."""
+        """16 hex digits over the code of the kernel file and its device helpers, as they are on disk now."""
         total = hashlib.sha256()
-        for path in sorted(source_files(self.file)):
-            total.update(path.read_bytes())
-            total.update(b"\0")
+        for part in code_of(self.file.read_text(encoding="utf-8")):
+            total.update(hashlib.sha256(part.encode()).digest())
         return total.hexdigest()[:16]
 
 
@@ -132,33 +130,6 @@ class Registry:
 def default_registry() -> Registry:
     """The registry of the kernels that came with this installation."""
     return Registry.read(paths.generated_dir())
-
-
-def source_files(kernel: Path) -> frozenset[Path]:
-    """A kernel file and the device-helper modules it imports, directly or through one another."""
-    found = {kernel}
-    waiting = [kernel]
-    while waiting:
-        for path in _helpers_of(waiting.pop()):
-            if path not in found:
-                found.add(path)
-                waiting.append(path)
-    return frozenset(found)
-
-
-def _helpers_of(path: Path) -> Iterator[Path]:
-    package = Path(__file__).parent.parent
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name == _HELPERS or name.startswith(_HELPERS + "."):
-                place = package.joinpath(*name.split(".")[1:])
-                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists())
 
 
 def _target(entry: Mapping[str, Any]) -> Target:
