@@ -42,7 +42,7 @@ def call(op: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     if op == "index_score":
         return {"idx_q": data["idx_q"], "idx_k": data["idx_k"], **common}
     if op == "topk_select":
-        score = ops.index_score(**call("index_score"))
+        score = ops.index_score(**call("index_score"), backend="reference")
         return {"score": score, "topk": 3, "num_kv_heads": 2, **common}
     if op == "select_blocks":
         return {"idx_q": data["idx_q"], "idx_k": data["idx_k"], "topk": 3, "num_kv_heads": 2, **common}
@@ -52,7 +52,7 @@ def call(op: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             "partial_out": torch.randn(3, 5, 4, 16, generator=generator).to(dtype),
             "partial_lse": torch.randn(3, 5, 4, generator=generator),
         }
-    ids = ops.select_blocks(**call("select_blocks"))
+    ids = ops.select_blocks(**call("select_blocks"), backend="reference")
     if op == "build_schedule":
         return {"block_indices": ids, **common}
     return {"q": data["q"], "k": data["k"], "v": data["v"], "block_indices": ids, **common}

@@ -128,7 +128,7 @@ def _starts(lengths: list[int]) -> Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn, block_size: int, storages: tuple[str, ...] = ("flat", "used", "paged")) -> Batch:
-    """Up to three requests of a few queries on up to 2.5 blocks of keys; some empty, some shorter than their queries."""
+    """Up to three requests of a few queries on up to 2.5 blocks of keys; some are empty or have too many queries."""
     lengths = st.one_of(
         st.integers(0, 5 * block_size // 2),
         st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size]),

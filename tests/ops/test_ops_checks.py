@@ -1,0 +1,102 @@
+"""``check=True`` reads device contents to the host; without it the same contents are not looked at."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from ops.calls import OPERATORS, WITH_KEYS, WITH_LENGTHS, call, paged
+
+from msa_tiles import ops
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def refused(op, change, message, base=call):
+    arguments = base(op)
+    arguments |= change(arguments) if callable(change) else change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPERATORS[op](**arguments, check=True)
+
+
+@pytest.mark.parametrize("op", WITH_LENGTHS)
+def test_valid_calls_pass(op):
+    checked, unchecked = OPERATORS[op](**call(op), check=True), OPERATORS[op](**call(op))
+    if op == "build_schedule":
+        checked, unchecked = checked.edges, unchecked.edges
+    torch.testing.assert_close(checked, unchecked, rtol=0, atol=0)
+    if op in WITH_KEYS:
+        torch.testing.assert_close(OPERATORS[op](**paged(op), check=True), OPERATORS[op](**paged(op)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", WITH_LENGTHS)
+def test_lengths(op):
+    refused(op, {"cu_seqlens_q": int32(0, 7, 5, 11)}, "cu_seqlens_q: got 5 after 7; wanted sorted values")
+    refused(op, {"cu_seqlens_q": int32(1, 5, 5, 11)}, "cu_seqlens_q: got 1 first; wanted 0 first")
+    refused(op, {"cu_seqlens_q": int32(0, 5, 5, 12)}, "cu_seqlens_q: got 12 last; wanted at most the 11 queries given")
+    refused(op, {"cu_seqlens_k": int32(0, 17, 16, 40)}, "cu_seqlens_k: got 16 after 17; wanted sorted values")
+    refused(op, {"max_seqlen_q": 5}, "max_seqlen_q: got 5; wanted at least the longest request, 6")
+    refused(op, {"max_seqlen_k": 22}, "max_seqlen_k: got 22; wanted at least the longest request, 23")
+    offsets = {"k_offset": int32(0, 0, 8), "max_seqlen_k": 30}
+    refused(op, offsets, "max_seqlen_k: got 30; wanted at least the longest request, 31")
+    refused(op, {"k_offset": int32(0, -8, 0), "max_seqlen_k": 40}, "k_offset: got -8; wanted at least 0")
+    used = {"seqused_k": int32(17, 0, 24)}
+    refused(op, used, "seqused_k: got 24 used keys in request 2; wanted 0 to the 23 keys of storage")
+    refused(op, {"seqused_k": int32(-1, 0, 0)}, "seqused_k: got -1 used keys in request 0; wanted 0 to the 17 keys")
+
+
+@pytest.mark.parametrize("op", WITH_KEYS)
+def test_storage(op):
+    refused(op, {"cu_seqlens_k": int32(0, 17, 17, 41)}, "cu_seqlens_k: got 41 last; wanted at most the 40 keys given")
+    used = {"seqused_k": int32(17, 0, 25)}
+    message = "page_table: got 25 used keys in request 2; wanted 0 to the 24 keys of storage"
+    refused(op, used, message, base=paged)
+    for page in (-1, 12):
+
+        def replaced(arguments, page=page):
+            table = arguments["page_table"].clone()
+            table[2, 1] = page
+            return {"page_table": table}
+
+        refused(op, replaced, f"page_table: got page {page} at [2, 1]; wanted 0 to 11 for a page in use", base=paged)
+
+
+@pytest.mark.parametrize("op", ["build_schedule", "sparse_attention"])
+def test_block_ids(op):
+    def one_id(value):
+        def change(arguments):
+            ids = arguments["block_indices"].clone()
+            ids[1, 7] = int32(0, value, 1)
+            return {"block_indices": ids}
+
+        return change
+
+    message = "block_indices: got id 3 at [1, 7, 1]; wanted -1 or a block of the request, 0 to 2"
+    refused(op, one_id(3), message)
+    refused(op, one_id(-2), message.replace("id 3", "id -2"))
+    refused(op, one_id(1), "block_indices: got id 1 twice at [1, 7]; wanted distinct ids in a row")
+    arguments = call(op)
+    arguments |= one_id(-1)(arguments)
+    OPERATORS[op](**arguments, check=True)
+
+
+def test_wild_ids_are_absent_when_nobody_checks():
+    arguments = call("sparse_attention")
+    wild = torch.where(arguments["block_indices"] == 0, 2**31 - 1, arguments["block_indices"])
+    tame = torch.where(arguments["block_indices"] == 0, -1, arguments["block_indices"])
+    found = ops.sparse_attention(**(arguments | {"block_indices": wild}))
+    torch.testing.assert_close(found, ops.sparse_attention(**(arguments | {"block_indices": tame})), rtol=0, atol=0)
+
+
+def test_score_columns_and_valid_blocks():
+    counts = torch.full((11,), 6, dtype=torch.int32)
+    message = "num_valid_blocks: got values from 6 to 6; wanted 0 to the 5 columns of score"
+    refused("topk_select", {"num_valid_blocks": counts}, message)
+    message = "score: got 2 columns; wanted at least the 3 blocks of a request"
+    refused("topk_select", lambda a: {"score": a["score"][..., :2]}, message)
+    refused(
+        "index_score", {"out": torch.zeros(4, 11, 2)}, "out: got 2 columns; wanted at least the 3 blocks of a request"
+    )

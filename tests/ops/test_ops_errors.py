@@ -1,0 +1,266 @@
+"""Wrong arguments: every error names the argument, what came and what is wanted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, WITH_KEYS, WITH_LENGTHS, call, paged
+
+from msa_tiles import ops
+
+
+def fails(op, change, message, error=ValueError, base=call):
+    arguments = base(op)
+    arguments |= change(arguments) if callable(change) else change
+    with pytest.raises(error, match=re.escape(message)):
+        OPERATORS[op](**arguments)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "dims"),
+    [
+        ("index_score", "idx_q", "[T, Hi, Di]"),
+        ("index_score", "idx_k", "[Tk, Di]"),
+        ("select_blocks", "idx_q", "[T, Hi, Di]"),
+        ("select_blocks", "idx_k", "[Tk, Di]"),
+        ("topk_select", "score", "[Hi, T, NB]"),
+        ("sparse_attention", "q", "[T, Hq, D]"),
+        ("sparse_attention", "k", "[Tk, Hkv, D]"),
+        ("sparse_attention", "v", "[Tk, Hkv, D]"),
+        ("combine", "partial_out", "[S, T, Hq, D]"),
+    ],
+)
+def test_float_tensors(op, name, dims):
+    rank = dims.count(",") + 1
+    fails(op, {name: [[1.0]]}, f"{name}: got list; wanted a tensor {dims}", TypeError)
+    fails(op, {name: torch.zeros(3)}, f"{name}: got shape [3]; wanted {rank} dimensions {dims}")
+    wanted = "torch.float32 like "
+    if name in ("idx_q", "score", "q", "partial_out"):
+        wanted = "torch.bfloat16, torch.float32 or torch.float64"
+    for dtype in (torch.float16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2):
+        message = f"{name}: got dtype {dtype}; wanted {wanted}"
+        fails(op, lambda a, dtype=dtype: {name: a[name].to(dtype)}, message, TypeError)
+    spread = f"{name}: got stride 2 on the last dimension; wanted stride 1"
+    fails(op, lambda a: {name: a[name].repeat_interleave(2, -1)[..., ::2]}, spread)
+    if "like" in wanted:
+        fails(op, lambda a: {name: a[name].to("meta")}, f"{name}: got device meta; wanted cpu like ")
+
+
+def test_half_precision_is_refused_by_every_operator():
+    for op in EVERY_OPERATOR:
+        if op != "build_schedule":
+            arguments = call(op)
+            halved = {
+                n: v.half() for n, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
+            }
+            fails(
+                op, halved, "got dtype torch.float16; wanted torch.bfloat16, torch.float32 or torch.float64", TypeError
+            )
+
+
+@pytest.mark.parametrize("op", ["build_schedule", "sparse_attention"])
+def test_block_indices(op):
+    name = "block_indices"
+    fails(op, {name: [[1]]}, f"{name}: got list; wanted a tensor [Hkv, T, k]", TypeError)
+    fails(op, lambda a: {name: a[name].long()}, f"{name}: got dtype torch.int64; wanted torch.int32", TypeError)
+    fails(op, lambda a: {name: a[name][0]}, f"{name}: got shape [11, 3]; wanted 3 dimensions [Hkv, T, k]")
+    if op == "sparse_attention":
+        fails(op, lambda a: {name: a[name][:1]}, f"{name}: got shape [1, 11, 3]; wanted [Hkv, T, k] = [2, 11, k]")
+        fails(op, lambda a: {name: a[name][:, :9]}, f"{name}: got shape [2, 9, 3]; wanted [Hkv, T, k] = [2, 11, k]")
+        fails(op, lambda a: {name: a[name].to("meta")}, f"{name}: got device meta; wanted cpu like q")
+
+
+def test_shapes_that_must_agree():
+    fails("index_score", lambda a: {"idx_k": a["idx_k"][:, :8]}, "idx_k: got index dim 8; wanted 16 like idx_q")
+    fails("select_blocks", lambda a: {"idx_k": a["idx_k"][:, :8]}, "idx_k: got index dim 8; wanted 16 like idx_q")
+    fails("sparse_attention", lambda a: {"k": a["k"][..., :8]}, "k: got head dim 8; wanted 16 like q")
+    fails("sparse_attention", lambda a: {"v": a["v"][..., :8]}, "v: got head dim 8; wanted 16 like q")
+    fails("sparse_attention", lambda a: {"v": a["v"][1:]}, "v: got shape [39, 2, 16]; wanted [40, 2, 16] like k")
+    fails(
+        "sparse_attention", lambda a: {"q": a["q"][:, :3]}, "q: got 3 heads; wanted a multiple of the 2 KV heads of k"
+    )
+    no_heads = {"k": torch.zeros(40, 0, 16), "v": torch.zeros(40, 0, 16)}
+    fails("sparse_attention", no_heads, "q: got 4 heads; wanted a multiple of the 0 KV heads of k")
+    message = "partial_lse: got shape [3, 5, 3]; wanted [3, 5, 4] like partial_out"
+    fails("combine", lambda a: {"partial_lse": a["partial_lse"][..., :3]}, message)
+    message = "partial_lse: got dtype torch.float64; wanted torch.float32"
+    fails("combine", lambda a: {"partial_lse": a["partial_lse"].double()}, message, TypeError)
+    fails("combine", {"partial_lse": 1.0}, "partial_lse: got float; wanted a tensor [S, T, Hq]", TypeError)
+    message = "partial_lse: got device meta; wanted cpu like partial_out"
+    fails("combine", lambda a: {"partial_lse": a["partial_lse"].to("meta")}, message)
+
+
+@pytest.mark.parametrize("op", WITH_LENGTHS)
+def test_lengths(op):
+    fails(op, {"cu_seqlens_q": [0, 11]}, "cu_seqlens_q: got list; wanted a tensor [B + 1]", TypeError)
+    message = "cu_seqlens_q: got dtype torch.int64; wanted torch.int32"
+    fails(op, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, message, TypeError)
+    fails(op, {"cu_seqlens_q": torch.zeros(2, 2).int()}, "cu_seqlens_q: got shape [2, 2]; wanted 1 dimensions [B + 1]")
+    fails(op, {"cu_seqlens_q": int32()}, "cu_seqlens_q: got shape [0]; wanted [B + 1], at least one element")
+    spread = int32(0, 0, 5, 0, 5, 0, 11)[::2]
+    fails(op, {"cu_seqlens_q": spread}, "cu_seqlens_q: got strides [2]; wanted a contiguous tensor")
+    fails(op, {"cu_seqlens_q": int32(0, 11).to("meta")}, "cu_seqlens_q: got device meta; wanted cpu like ")
+    fails(op, {"cu_seqlens_k": int32(0, 40)}, "cu_seqlens_k: got shape [2]; wanted [B + 1] = [4]")
+    fails(op, {"seqused_k": int32(1, 2)}, "seqused_k: got shape [2]; wanted [B] = [3]")
+    fails(op, {"k_offset": int32(1, 2)}, "k_offset: got shape [2]; wanted [B] = [3]")
+    fails(op, {"q_positions": int32(1, 2)}, "q_positions: got shape [2]; wanted [T] = [11]")
+    message = "q_positions: got dtype torch.int64; wanted torch.int32"
+    fails(op, {"q_positions": torch.arange(11)}, message, TypeError)
+    fails(op, {"seqused_k": int32(1, 0, 1, 0, 1)[::2]}, "seqused_k: got strides [2]; wanted a contiguous tensor")
+    fails(op, {"max_seqlen_q": -1}, "max_seqlen_q: got -1; wanted at least 0")
+    fails(op, {"max_seqlen_k": 2.0}, "max_seqlen_k: got float; wanted an integer of at least 0", TypeError)
+    fails(op, {"cu_seqlens_q": None}, "cu_seqlens_k: got shape [4]; wanted [B + 1] = [2]")
+
+
+@pytest.mark.parametrize("op", WITH_KEYS)
+def test_keys_of_several_requests(op):
+    message = "cu_seqlens_k: got None; wanted int32 [B + 1] for the flat keys of 3 requests"
+    fails(op, {"cu_seqlens_k": None}, message)
+
+
+@pytest.mark.parametrize("op", WITH_KEYS)
+def test_pages(op):
+    fails(op, {"seqused_k": None}, "seqused_k: got None; wanted int32 [B] with page_table", base=paged)
+    message = "cu_seqlens_k: got a tensor beside page_table; wanted None: seqused_k tells paged lengths"
+    fails(op, {"cu_seqlens_k": int32(0, 17, 17, 40)}, message, base=paged)
+    message = "page_table: got dtype torch.int64; wanted torch.int32"
+    fails(op, lambda a: {"page_table": a["page_table"].long()}, message, TypeError, base=paged)
+    message = "page_table: got shape [2, 6]; wanted [B, max_pages] = [3, max_pages]"
+    fails(op, lambda a: {"page_table": a["page_table"][:2]}, message, base=paged)
+    message = "page_table: got stride 2 on the last dimension; wanted stride 1"
+    fails(op, lambda a: {"page_table": a["page_table"].repeat_interleave(2, 1)[:, ::2]}, message, base=paged)
+    message = "page_table: got 6 pages of 4 tokens; wanted pages for max_seqlen_k = 25 tokens"
+    fails(op, {"max_seqlen_k": 25}, message, base=paged)
+    keys = "k" if op == "sparse_attention" else "idx_k"
+    message = f"{keys}: got pages of 4 tokens; wanted a page size that divides block_size = 6"
+    fails(op, {"block_size": 6}, message, base=paged)
+    dims = "[pages, Hkv, page, D]" if op == "sparse_attention" else "[pages, page, Di]"
+    rank = 4 if op == "sparse_attention" else 3
+    fails(op, {keys: torch.zeros(4, 16)}, f"{keys}: got shape [4, 16]; wanted {rank} dimensions {dims}", base=paged)
+
+
+@pytest.mark.parametrize("op", WITH_LENGTHS)
+def test_block_size(op):
+    fails(op, {"block_size": 0}, "block_size: got 0; wanted at least 1")
+    fails(op, {"block_size": 8.0}, "block_size: got float; wanted an integer of at least 1", TypeError)
+    fails(op, {"block_size": True}, "block_size: got bool; wanted an integer of at least 1", TypeError)
+
+
+@pytest.mark.parametrize("op", [name for name in EVERY_OPERATOR if name != "build_schedule"])
+def test_backend(op):
+    fails(op, {"backend": "cuda"}, "backend: got 'cuda'; wanted one of 'auto', 'tilelang', 'cutedsl', 'reference'")
+    message = "backend: got 'tilelang' for tensors on cpu; wanted 'auto' or 'reference', kernels need CUDA tensors"
+    fails(op, {"backend": "tilelang"}, message)
+
+
+@pytest.mark.parametrize("op", ["topk_select", "select_blocks"])
+def test_selection_parameters(op):
+    fails(op, {"topk": 0}, "topk: got 0; wanted at least 1")
+    fails(op, {"topk": 2.5}, "topk: got float; wanted an integer of at least 1", TypeError)
+    fails(op, {"init_blocks": -1}, "init_blocks: got -1; wanted at least 0")
+    fails(op, {"local_blocks": -2}, "local_blocks: got -2; wanted at least 0")
+    fails(op, {"num_kv_heads": 0}, "num_kv_heads: got 0; wanted at least 1")
+    source = "score" if op == "topk_select" else "idx_q"
+    message = f"num_kv_heads: got 3; wanted a divisor of the 4 index heads of {source}"
+    fails(op, {"num_kv_heads": 3}, message)
+    fails(op, {"order": "up"}, "order: got 'up'; wanted one of 'ascending', 'score', 'local_last'")
+
+
+def test_layouts():
+    for op in ("index_score", "topk_select"):
+        fails(op, {"layout": "thd"}, "layout: got 'thd'; wanted one of 'head_major', 'token_major'")
+    fails("topk_select", {"score": torch.zeros(3), "layout": "token_major"}, "wanted 3 dimensions [T, Hi, NB]")
+
+
+def test_valid_blocks():
+    fails("topk_select", {"num_valid_blocks": -1}, "num_valid_blocks: got -1; wanted at least 0")
+    fails("topk_select", {"num_valid_blocks": 6}, "num_valid_blocks: got 6; wanted at most the 5 columns of score")
+    message = "num_valid_blocks: got float; wanted an integer of at least 0"
+    fails("topk_select", {"num_valid_blocks": 1.5}, message, TypeError)
+    message = "num_valid_blocks: got shape [3]; wanted [T] = [11]"
+    fails("topk_select", {"num_valid_blocks": int32(1, 2, 3)}, message)
+    message = "num_valid_blocks: got dtype torch.int64; wanted torch.int32"
+    fails("topk_select", {"num_valid_blocks": torch.ones(11).long()}, message, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op in ("index_score", "select_blocks") for name in ("q_scale", "k_scale")]
+    + [("sparse_attention", name) for name in ("q_scale", "k_scale", "v_scale")],
+)
+def test_a_scale_is_never_ignored(op, name):
+    message = f"{name}: got a Tensor; wanted None: bfloat16, float32 and float64 tensors have no scale"
+    fails(op, {name: torch.ones(())}, message)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "dims", "shape", "dtype"),
+    [
+        ("index_score", "out", "[Hi, T, NB] = [4, 11, NB]", (4, 11, 5), torch.float32),
+        ("topk_select", "out", "[Hkv, T, topk] = [2, 11, 3]", (2, 11, 3), torch.int32),
+        ("select_blocks", "out", "[Hkv, T, topk] = [2, 11, 3]", (2, 11, 3), torch.int32),
+        ("sparse_attention", "out", "[T, Hq, D] = [11, 4, 16]", (11, 4, 16), torch.float32),
+        ("sparse_attention", "lse", "[T, Hq] = [11, 4]", (11, 4), torch.float32),
+        ("combine", "out", "[T, Hq, D] = [5, 4, 16]", (5, 4, 16), torch.float32),
+        ("combine", "lse", "[T, Hq] = [5, 4]", (5, 4), torch.float32),
+    ],
+)
+def test_buffers_of_the_caller(op, name, dims, shape, dtype):
+    good = torch.zeros(shape, dtype=dtype)
+    fails(op, {name: 3}, f"{name}: got int; wanted a tensor {dims.split(' = ')[0]}", TypeError)
+    fails(op, {name: good.to(torch.int16)}, f"{name}: got dtype torch.int16; wanted {dtype}", TypeError)
+    taller = torch.zeros(shape[0] + 1, *shape[1:], dtype=dtype)
+    fails(op, {name: taller}, f"{name}: got shape {list(taller.shape)}; wanted {dims}")
+    fails(op, {name: good.to("meta")}, f"{name}: got device meta; wanted cpu like ")
+    spread = good.repeat_interleave(2, -1)[..., ::2]
+    fails(op, {name: spread}, f"{name}: got stride 2 on the last dimension; wanted stride 1")
+    repeated = good[:1].expand(shape)
+    message = f"{name}: got strides {list(repeated.stride())}; wanted a buffer that holds every element once"
+    fails(op, {name: repeated}, message)
+
+
+def test_width_of_a_score_buffer():
+    narrow = torch.zeros(4, 11, 2)
+    fails(
+        "index_score",
+        {"out": narrow, "max_seqlen_k": 23},
+        "out: got 2 columns; wanted at least 3, the blocks of 23 keys",
+    )
+    lone = {"idx_q": torch.zeros(2, 4, 16), "cu_seqlens_q": None, "cu_seqlens_k": None, "out": torch.zeros(4, 2, 4)}
+    fails("index_score", lone, "out: got 4 columns; wanted at least 5, the blocks of 40 keys")
+    message = "max_seqlen_k: got None with k_offset; wanted a bound of k_offset plus the keys of a request"
+    fails("index_score", {"k_offset": int32(0, 0, 8)}, message)
+
+
+def test_attention_parameters():
+    message = "softmax_scale: got str; wanted a number or None"
+    fails("sparse_attention", {"softmax_scale": "1"}, message, TypeError)
+    message = "softmax_scale: got Tensor; wanted a number or None"
+    fails("sparse_attention", {"softmax_scale": torch.ones(())}, message, TypeError)
+    fails("sparse_attention", {"workspace": 0}, "workspace: got 0; wanted at least 1")
+    fails("sparse_attention", {"workspace": 1.5}, "workspace: got float; wanted an integer of at least 1", TypeError)
+    message = "workspace: got dtype torch.float32; wanted torch.uint8"
+    fails("sparse_attention", {"workspace": torch.zeros(4)}, message, TypeError)
+    bytes_ = torch.zeros(8, dtype=torch.uint8)
+    fails("sparse_attention", {"workspace": bytes_[::2]}, "workspace: got strides [2]; wanted a contiguous tensor")
+    fails("sparse_attention", {"workspace": bytes_.to("meta")}, "workspace: got device meta; wanted cpu like q")
+    fails("sparse_attention", {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
+
+
+def test_schedules_of_another_call():
+    message = "schedule: got tuple; wanted a Schedule of build_schedule, or None"
+    fails("sparse_attention", {"schedule": (1, 2)}, message, TypeError)
+    schedule = ops.build_schedule(torch.zeros(2, 11, 4, dtype=torch.int32), block_size=BLOCK)
+    message = (
+        "schedule: got one for 2 KV heads, 11 queries, topk 4, block_size 8; "
+        "wanted 2 KV heads, 11 queries, topk 3, block_size 8"
+    )
+    fails("sparse_attention", {"schedule": schedule}, message)
+    elsewhere = ops.build_schedule(torch.zeros(2, 11, 3, dtype=torch.int32, device="meta"), block_size=BLOCK)
+    fails("sparse_attention", {"schedule": elsewhere}, "schedule: got device meta; wanted cpu like block_indices")

@@ -1,0 +1,239 @@
+"""The kernel path without a GPU: the facts and the positional arguments that operators hand to the runtime.
+
+The kernels here are stand-ins that compute from exactly what they are given, so a wrong or missing argument gives a
+wrong result.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from ops.calls import BLOCK, OPERATORS, call, tensors
+
+from msa_tiles import ops, reference
+from msa_tiles.ops import _dispatch
+
+
+def place(starts_q, starts_k, used, use_seqused):
+    where = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    return where | {"seqused_k": used} if use_seqused else where
+
+
+def index_score(variant, idx_q, idx_k, starts_q, starts_k, used, out, use_seqused, causal):
+    where = place(starts_q, starts_k, used, use_seqused)
+    parameters = {"block_size": variant["block_size"], "causal": bool(causal), "num_blocks": out.shape[2]}
+    out.copy_(reference.index_score(idx_q, idx_k, **parameters, **where))
+
+
+def topk_select(
+    variant, score, starts_q, starts_k, used, num_valid, out, use_seqused, mode, scalar, block_size, init, local, order
+):
+    valid = {0: None, 1: scalar, 2: num_valid}[mode]
+    where = place(starts_q, starts_k, used, use_seqused)
+    names = {"block_size": block_size, "init_blocks": init, "local_blocks": local, "num_valid_blocks": valid}
+    heads = score.shape[0] // variant["heads_per_group"]
+    order = ("ascending", "score", "local_last")[order]
+    out.copy_(reference.topk_select(score, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
+
+
+def select_blocks(variant, idx_q, idx_k, starts_q, starts_k, used, out, use_seqused, init, local, order):
+    where = place(starts_q, starts_k, used, use_seqused)
+    names = {"block_size": variant["block_size"], "init_blocks": init, "local_blocks": local}
+    heads = idx_q.shape[1] // variant["heads_per_group"]
+    order = ("ascending", "score", "local_last")[order]
+    out.copy_(reference.select_blocks(idx_q, idx_k, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
+
+
+class Attention(types.ModuleType):
+    """Stands in for the module of the attention kernels."""
+
+    def build_schedule(self, facts, ids, starts_q, starts_k, used, use_seqused, *, block_size, window, **parts):
+        made = reference.build_schedule(ids, block_size=block_size, **place(starts_q, starts_k, used, use_seqused))
+        for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
+            parts[name].copy_(part)
+
+    def sparse_attention(
+        self, facts, backend, q, k, v, ids, starts_q, starts_k, used, use_seqused, *, block_size, softmax_scale,
+        max_seqlen_k, schedule, workspace, workspace_bytes, out, lse,
+    ):  # fmt: skip
+        where = place(starts_q, starts_k, used, use_seqused)
+        made = None if schedule is None else schedule[:3]
+        parameters = {"block_size": block_size, "softmax_scale": softmax_scale, "schedule": made}
+        result = reference.sparse_attention(q, k, v, ids, **parameters, **where)
+        out.copy_(result[0])
+        lse.copy_(result[1])
+        self.seen = (facts, schedule, workspace, workspace_bytes)
+
+    def combine(self, facts, backend, partial_out, partial_lse, *, out, lse):
+        result = reference.combine(partial_out, partial_lse)
+        out.copy_(result[0])
+        lse.copy_(result[1])
+        self.seen = facts
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Route CPU tensors to the stand-ins; what they were found by."""
+    found = []
+    attention = Attention("attention")
+
+    def find_kernel(facts, backend):
+        found.append((facts, backend))
+        stand_in = globals()[facts.op] if facts.op in ("index_score", "topk_select", "select_blocks") else None
+        return lambda *args: stand_in(facts.variant, *args)
+
+    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    monkeypatch.setattr(_dispatch, "attention_kernels", lambda: attention)
+    return types.SimpleNamespace(found=found, attention=attention)
+
+
+def places():
+    """The ways to say where flat queries and keys stand."""
+    starts_q, starts_k = tensors()["cu_seqlens_q"], tensors()["cu_seqlens_k"]
+    used = torch.tensor([9, 0, 20], dtype=torch.int32)
+    yield "lone", {"cu_seqlens_q": None, "cu_seqlens_k": None}
+    yield "varlen", {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    yield "used", {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seqused_k": used}
+    yield "lone used", {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": used[2:]}
+
+
+PLACES = pytest.mark.parametrize("where", [w for _, w in places()], ids=[name for name, _ in places()])
+OPTIONS = {
+    "index_score": [{}, {"causal": False}, {"layout": "token_major"}],
+    "topk_select": [
+        {"init_blocks": 1, "local_blocks": 2, "order": "score"},
+        {"num_valid_blocks": 4, "order": "local_last"},
+        {"num_valid_blocks": torch.arange(11, dtype=torch.int32).clamp_max(5), "local_blocks": 0},
+    ],
+    "select_blocks": [{"init_blocks": 1, "local_blocks": 2, "order": "local_last"}, {"order": "score"}],
+    "sparse_attention": [{}, {"softmax_scale": 0.7}],
+}
+
+
+@PLACES
+@pytest.mark.parametrize("op", OPTIONS)
+def test_kernels_get_what_the_reference_gets(op, where, kernels):
+    for options in OPTIONS[op]:
+        arguments = call(op) | where | options
+        found = OPERATORS[op](**arguments)
+        torch.testing.assert_close(found, OPERATORS[op](**arguments, backend="reference"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", [{}, {"seqused_k": torch.tensor([9, 0, 20], dtype=torch.int32)}], ids=["q", "used"])
+def test_lengths_of_operators_without_keys(where, kernels):
+    """No key starts: as many keys as queries, or as many as are used."""
+    arguments = call("topk_select") | {"cu_seqlens_k": None} | where
+    wanted = ops.topk_select(**arguments, backend="reference")
+    assert torch.equal(ops.topk_select(**arguments), wanted)
+    starts = tensors()["cu_seqlens_q"]
+    starts_q, starts_k, used, use_used = _dispatch.lengths(
+        ops._where.Where(starts, None, None, where.get("seqused_k"), None, None, None, None), 11, None, starts.device
+    )
+    assert starts_q.tolist() == [0, 5, 5, 11]
+    assert starts_k.tolist() == ([0, 9, 9, 29] if where else [0, 5, 5, 11])
+    assert used.tolist() == ([9, 0, 20] if where else [0, 5, 5, 11])
+    assert use_used == bool(where)
+
+
+def test_facts_of_a_call(kernels):
+    ops.index_score(**call("index_score", torch.bfloat16))
+    ops.select_blocks(**call("select_blocks"))
+    ops.topk_select(**call("topk_select") | {"score": torch.zeros(4, 11, 5).bfloat16()})
+    (score, _), (select, _), (rank, backend) = kernels.found
+    assert (score.op, score.precision, score.device.type) == ("index_score", "bf16", "cpu")
+    assert score.variant == {"head_dim": 16, "block_size": BLOCK, "heads_per_group": 1}
+    assert select.precision == "float32"
+    assert select.variant == {"head_dim": 16, "block_size": BLOCK, "topk": 3, "heads_per_group": 2}
+    assert (rank.precision, rank.variant) == ("bf16", {"topk": 3, "heads_per_group": 2})
+    assert rank.refusals == ("score is torch.bfloat16, wanted torch.float32",)
+    assert backend == "auto"
+    assert not score.features and not score.refusals
+
+
+def test_features_that_a_call_needs(kernels, monkeypatch):
+    monkeypatch.setitem(globals(), "select_blocks", lambda variant, *args: None)
+    arguments = call("select_blocks")
+    positions = torch.arange(11, dtype=torch.int32)
+    ops.select_blocks(**arguments | {"q_positions": positions, "k_offset": torch.zeros(3, dtype=torch.int32)})
+    shifted = torch.zeros(11 * 4 * 16 + 1)[1:].view(11, 4, 16)
+    ops.select_blocks(**arguments | {"idx_q": shifted})
+    odd = torch.zeros(40, 17)[:, :16]
+    ops.select_blocks(**arguments | {"idx_k": odd})
+    pool, used = torch.zeros(9, BLOCK, 16), torch.tensor([1, 0, 2], dtype=torch.int32)
+    table = {"page_table": torch.zeros(3, 4, dtype=torch.int32), "seqused_k": used, "cu_seqlens_k": None}
+    ops.select_blocks(**arguments | {"idx_k": pool} | table)
+    found = [set(facts.features) for facts, _ in kernels.found]
+    assert found == [{"q_positions", "k_offset"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}]
+
+
+def test_rules_of_the_specs_become_refusals(kernels):
+    wide = torch.zeros(4, 11, 16385)
+    ops.topk_select(**call("topk_select") | {"score": wide})
+    assert kernels.found[0][0].refusals == ("topk = 3, max_blocks = 16385, wanted max_blocks <= 16384",)
+    ids = torch.full((2, 11, 65), -1, dtype=torch.int32)
+    ops.sparse_attention(**call("sparse_attention") | {"block_indices": ids})
+    assert kernels.attention.seen[0].refusals == ("topk = 65, wanted topk <= 64",)
+
+
+def test_attention_gets_schedule_and_workspace(kernels):
+    arguments = call("sparse_attention")
+    ops.sparse_attention(**arguments)
+    facts, schedule, workspace, size = kernels.attention.seen
+    assert facts.variant == {"head_dim": 16, "block_size": BLOCK, "group": 2}
+    assert schedule is None and workspace is None and size == 1 << 30
+    scratch, made = torch.empty(128, dtype=torch.uint8), ops.build_schedule(**call("build_schedule"))
+    found = ops.sparse_attention(**arguments, schedule=made, workspace=scratch)
+    _, schedule, workspace, size = kernels.attention.seen
+    assert workspace.data_ptr() == scratch.data_ptr() and size == 128
+    assert torch.equal(schedule[0], made.edges) and schedule[3] == made.window
+    torch.testing.assert_close(found, ops.sparse_attention(**arguments, backend="reference"), rtol=0, atol=0)
+
+
+def test_combine_on_kernels(kernels):
+    arguments = call("combine", torch.bfloat16)
+    found = ops.combine(**arguments)
+    torch.testing.assert_close(found, ops.combine(**arguments, backend="reference"), rtol=0, atol=0)
+    assert kernels.attention.seen.variant == {"head_dim": 16} and kernels.attention.seen.precision == "bf16"
+
+
+def test_empty_calls_launch_nothing(kernels, monkeypatch):
+    """They still ask for a kernel, so that a call that none serves fails for empty batches too."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("launched")
+
+    def find_kernel(facts, backend):
+        kernels.found.append(facts.op)
+        return refuse
+
+    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    for name in ("sparse_attention", "combine", "build_schedule"):
+        monkeypatch.setattr(kernels.attention, name, refuse, raising=False)
+    data = tensors()
+    ids = torch.zeros(2, 11, 3, dtype=torch.int32)
+    none = {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32), "cu_seqlens_k": torch.zeros(1, dtype=torch.int32)}
+    empty_keys = {"idx_k": data["idx_k"][:0]}
+    for where, keys in (({}, empty_keys), (none, {"idx_k": data["idx_k"]})):
+        assert (ops.index_score(data["idx_q"], **keys, **where, out=torch.zeros(4, 11, 2)) == -torch.inf).all()
+        assert (ops.select_blocks(data["idx_q"], **keys, topk=3, **where) == -1).all()
+    assert ops.index_score(data["idx_q"][:0], data["idx_k"]).shape == (4, 0, 1)
+    assert ops.select_blocks(data["idx_q"][:0], data["idx_k"], 3).shape == (4, 0, 3)
+    assert (ops.topk_select(torch.zeros(4, 11, 0), 3) == -1).all()
+    assert (ops.topk_select(torch.zeros(4, 11, 2), 3, cu_seqlens_q=none["cu_seqlens_q"]) == -1).all()
+    for k, where in ((data["k"][:0], {}), (data["k"], none)):
+        out, lse = ops.sparse_attention(data["q"], k, k, ids, return_lse=True, **where)
+        assert not out.any() and (lse == -torch.inf).all()
+    assert ops.sparse_attention(data["q"][:0], data["k"], data["v"], ids[:, :0]).shape == (0, 4, 16)
+    out, lse = ops.combine(torch.zeros(0, 5, 4, 16), torch.zeros(0, 5, 4))
+    assert not out.any() and (lse == -torch.inf).all()
+    assert set(kernels.found) == {"index_score", "select_blocks", "topk_select", "sparse_attention", "combine"}
+
+
+def test_one_sequence_is_made_on_the_device():
+    where = ops._where.Where(None, None, None, None, None, None, None, None)
+    starts_q, starts_k, used, use_used = _dispatch.lengths(where, 7, 300, torch.device("cpu"))
+    assert (starts_q.tolist(), starts_k.tolist(), use_used) == ([0, 7], [0, 300], 0)
+    assert used is starts_k and starts_q.dtype == torch.int32
