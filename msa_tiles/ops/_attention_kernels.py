@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,7 +165,7 @@ def combine(
     kernel(partial_out, partial_lse, out, lse)
 
 
-def _find(facts: CallFacts, backend: str, op: str, variant: dict[str, int]) -> Any:
+def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     from msa_tiles.runtime import find_kernel
 
     return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant), backend=backend)

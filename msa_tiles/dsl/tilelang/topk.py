@@ -8,15 +8,17 @@ import tilelang.language as T
 
 EMPTY = -(2**31)
 NAN_KEY = EMPTY + 1
+INFINITY_BITS = 0x7F800000
 INIT_KEY = 2**31 - 1
 LOCAL_KEY = INIT_KEY - 1
 NO_ID = 2**31 - 1
 
 
 def order_key(score):
-    """The int32 key of a float32 score."""
-    bits = T.reinterpret(score + T.float32(0.0), "int32")
-    return T.if_then_else(score != score, T.int32(NAN_KEY), T.if_then_else(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits))
+    """The int32 key of a float32 score; bits only, since simplifiers take `x != x` and `x + 0` for what they seem."""
+    bits = T.reinterpret(score, "int32")
+    magnitude = bits & T.int32(0x7FFFFFFF)
+    return T.if_then_else(magnitude > INFINITY_BITS, T.int32(NAN_KEY), T.if_then_else(bits < 0, -magnitude, magnitude))
 
 
 def forced_key(key, block, valid, init_blocks, local_blocks):
