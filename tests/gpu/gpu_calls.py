@@ -1,0 +1,65 @@
+"""One small call of every operator on CUDA, with its answer; `python gpu_calls.py` runs them all under a checking tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops, reference
+
+LENGTHS_Q = [129, 0, 5, 64]
+LENGTHS_K = [129, 70, 700, 200]
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+
+
+class Calls:
+    """Inputs on the GPU, an operator's call for each name, and what the reference answers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+        total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
+        self.where = {"cu_seqlens_q": starts(LENGTHS_Q), "cu_seqlens_k": starts(LENGTHS_K)}
+        self.idx_q = torch.randint(-2, 3, (total_q, 4, 128), generator=generator, device="cuda").to(torch.bfloat16)
+        self.idx_k = torch.randint(-2, 3, (total_k, 128), generator=generator, device="cuda").to(torch.bfloat16)
+        self.q, self.k, self.v = normal(total_q, 64, 128), normal(total_k, 4, 128), normal(total_k, 4, 128)
+        self.partial_out = normal(3, total_q, 8, 128)
+        self.partial_lse = normal(3, total_q, 8).float()
+        self.score = reference.index_score(self.idx_q.float(), self.idx_k.float(), **self.where)
+        self.ids = reference.select_blocks(self.idx_q.float(), self.idx_k.float(), 4, **self.where)
+
+    def all(self, module: object) -> dict[str, Callable[[], Tensor]]:
+        """The calls, made through `msa_tiles.ops` or `msa_tiles.reference`."""
+        return {
+            "index_score": lambda: module.index_score(self.idx_q, self.idx_k, **self.where),
+            "topk_select": lambda: module.topk_select(self.score, 4, **self.where),
+            "select_blocks": lambda: module.select_blocks(self.idx_q, self.idx_k, 4, **self.where),
+            "sparse_attention": lambda: self._first(
+                module.sparse_attention(self.q, self.k, self.v, self.ids, **self.where)
+            ),
+            "combine": lambda: module.combine(self.partial_out, self.partial_lse)[0],
+        }
+
+    @staticmethod
+    def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
+
+def main() -> None:
+    calls = Calls()
+    wanted = calls.all(reference)
+    for name, call in calls.all(ops).items():
+        torch.testing.assert_close(call().float(), wanted[name]().float(), atol=0.02, rtol=0.02, msg=name)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Every cell on every case of the verification grid: fresh inputs, poisoned outputs, three equal runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from msa_tiles import paths, spec
+from msa_tiles.runtime.registry import default_registry
+from msa_tiles.verify import runner
+from msa_tiles.verify.cases import Case, cases
+
+pytestmark = pytest.mark.gpu
+
+SPECS = spec.load(paths.specs_dir())
+GRID = [case for cell in default_registry().cells if cell.target == "sm90" for case in cases(cell, SPECS)]
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda case: f"{case.cell.id}-{case.key}".replace(" ", "-"))
+def test_cell_agrees_with_the_reference(case: Case) -> None:
+    seed = random.SystemRandom().randrange(1 << 31)
+    runner.run_case(case, torch.device("cuda"), seed, case.cell.dsl)

@@ -1,0 +1,114 @@
+"""What the operators promise beside their answers: no synchronisation, the caller's stream, bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gpu_calls import Calls
+
+from msa_tiles import ops, reference, runtime
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ["index_score", "topk_select", "select_blocks", "sparse_attention", "combine"]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Calls:
+    made = Calls(seed=torch.seed() % (1 << 31))
+    for call in made.all(ops).values():
+        call()
+    torch.cuda.synchronize()
+    return made
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_call_synchronises(calls: Calls, no_sync: None, name: str) -> None:
+    assert calls.all(ops)[name]().is_cuda
+
+
+def test_one_sequence_without_lengths_does_not_synchronise(calls: Calls, no_sync: None) -> None:
+    assert ops.select_blocks(calls.idx_q, calls.idx_k[: len(calls.idx_q)], 4).shape == (4, len(calls.idx_q), 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_goes_to_the_current_stream(calls: Calls, name: str) -> None:
+    wanted = calls.all(reference)[name]().float()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # The stream is busy for a while: work on any other stream would overtake it.
+        torch.cuda._sleep(50_000_000)
+        result = calls.all(ops)[name]()
+        busy = not stream.query()
+        copied = result.float().clone()
+    assert busy
+    stream.synchronize()
+    torch.testing.assert_close(copied, wanted, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_graph_follows_its_inputs(calls: Calls, name: str) -> None:
+    graph = torch.cuda.CUDAGraph()
+    other = Calls(seed=12345)
+    static = Calls(seed=0)
+    with torch.cuda.graph(graph):
+        result = static.all(ops)[name]()
+    for field in ("idx_q", "idx_k", "q", "k", "v", "partial_out", "partial_lse", "score", "ids"):
+        getattr(static, field).copy_(getattr(other, field))
+    graph.replay()
+    torch.testing.assert_close(result.float(), other.all(reference)[name]().float(), atol=0.02, rtol=0.02)
+
+
+def test_new_lengths_do_not_compile(calls: Calls) -> None:
+    before = runtime.compile_count()
+    for total in (1, 77, 513):
+        ops.select_blocks(calls.idx_q[:total].contiguous(), calls.idx_k[:total], 4)
+        ops.sparse_attention(calls.q[:total], calls.k[:total], calls.v[:total], calls.ids[:, :total] * 0)
+    assert runtime.compile_count() == before
+
+
+def test_attention_memory_is_bounded_by_the_workspace() -> None:
+    total, bound = 8192, 64 << 20
+    generator = torch.Generator("cuda").manual_seed(1)
+    q = torch.randn(total, 64, 128, generator=generator, device="cuda").to(torch.bfloat16)
+    k, v = (torch.randn(total, 4, 128, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(2))
+    ids = torch.randint(0, total // 128, (4, total, 1), generator=generator, device="cuda", dtype=torch.int32)
+    ids = (ids + torch.arange(16, device="cuda", dtype=torch.int32) * 4) % (total // 128)
+    ops.sparse_attention(q, k, v, ids, workspace=bound)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    small = ops.sparse_attention(q, k, v, ids, workspace=bound)
+    extra = torch.cuda.max_memory_allocated() - held - small.numel() * 2 - total * 64 * 4
+    # Beside partial results: the schedule, in the order of the ids themselves.
+    assert extra <= bound + 8 * ids.numel() * 4
+    torch.testing.assert_close(small, ops.sparse_attention(q, k, v, ids), atol=0, rtol=0)
+
+
+def test_a_schedule_can_be_used_again(calls: Calls) -> None:
+    schedule = ops.build_schedule(calls.ids, **calls.where)
+    wanted = ops.sparse_attention(calls.q, calls.k, calls.v, calls.ids, **calls.where)
+    for _ in range(2):
+        again = ops.sparse_attention(calls.q, calls.k, calls.v, calls.ids, schedule=schedule, **calls.where)
+        torch.testing.assert_close(again, wanted, atol=0, rtol=0)
+
+
+def test_a_compiled_graph_calls_the_kernels(calls: Calls) -> None:
+    def layer(idx_q: torch.Tensor, idx_k: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        ids = ops.select_blocks(idx_q, idx_k, 4, **calls.where)
+        return ops.sparse_attention(q, k, v, ids, **calls.where)
+
+    inputs = (calls.idx_q, calls.idx_k, calls.q, calls.k, calls.v)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), layer(*inputs), atol=0, rtol=0)
