@@ -80,6 +80,22 @@ def test_paged_keys_give_what_flat_keys_give(op):
     equal(pages, flat)
 
 
+def test_positions_and_offsets_reach_the_reference():
+    """Each argument changes the answer, and it is the reference's."""
+    positions = torch.tensor([3, 30, 9, 0, -1, 40, 22, 17, 8, 50, 31], dtype=torch.int32)
+    offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
+    for where in ({"q_positions": positions}, {"q_positions": positions, "k_offset": offsets, "max_seqlen_k": 39}):
+        for op in ("index_score", "select_blocks", "topk_select", "sparse_attention"):
+            arguments = call(op) | where
+            found, wanted = OPERATORS[op](**arguments), getattr(reference.plain, op)(**arguments)
+            torch.testing.assert_close(found, wanted[0] if op == "sparse_attention" else wanted)
+            other = OPERATORS[op](**(arguments | {"k_offset" if "k_offset" in where else "q_positions": None}))
+            assert not torch.equal(found, other)
+        made = ops.build_schedule(**call("build_schedule") | where)
+        parts = reference.build_schedule(**call("build_schedule") | where)
+        equal((made.edges, made.tasks, made.counts), parts)
+
+
 def test_interleaved_keys_and_values_in_one_cache():
     arguments = paged("sparse_attention")
     wanted = ops.sparse_attention(**arguments)

@@ -44,6 +44,20 @@ def test_index_score_equals_the_dense_oracle(form, data):
 
 
 @FORMS
+def test_a_query_sees_its_own_position_and_nothing_behind_it(form, monkeypatch):
+    """Key j scores j + 1, so a block's score tells the last key seen in it; every cut of queries and keys."""
+    monkeypatch.setattr(indexer, "KEY_CHUNK", 4)
+    for num_keys in range(1, 14):
+        keys = torch.arange(1.0, num_keys + 1)[:, None]
+        for num_queries in range(1, num_keys + 1):
+            score = form.index_score(torch.ones(num_queries, 1, 1), keys, block_size=4)[0]
+            for row in range(num_queries):
+                last = num_keys - num_queries + row + 1
+                want = [min(last, 4 * b + 4) if last > 4 * b else -math.inf for b in range(score.shape[1])]
+                assert score[row].tolist() == want
+
+
+@FORMS
 def test_index_score_ignores_nan_products(form):
     idx_q, idx_k = torch.ones(8, 1, 2), torch.ones(8, 2)
     idx_k[0], idx_k[1], idx_k[4:] = torch.nan, 2.0, torch.nan
