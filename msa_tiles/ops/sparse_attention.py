@@ -113,6 +113,9 @@ def _workspace(value: Any, q: Tensor) -> tuple[Tensor | None, int]:
             _validate.refuse_type("workspace", f"dtype {value.dtype}", "torch.uint8")
         _validate.same_device("workspace", value, q, "q")
         _validate.dense("workspace", value)
+        if value.storage_offset() % _dispatch.ALIGNMENT != 0:
+            wanted = f"a multiple of {_dispatch.ALIGNMENT}"
+            _validate.refuse("workspace", f"an offset of {value.storage_offset()} bytes in its storage", wanted)
         return value, value.numel()
     _validate.integer("workspace", value, 1)
     return None, value
