@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, filter_text, filters_of
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.cache import Entry
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -20,10 +24,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from msa_tiles.runtime import audit
     from msa_tiles.runtime.build import build, ci_jobs
     from msa_tiles.runtime.cache import Cache
-    from msa_tiles.runtime.compiler import find_compiled, variant_text
+    from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.registry import default_registry
 
     if args.jobs < 1:
@@ -41,16 +44,21 @@ def run(args: argparse.Namespace) -> int:
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
         job = outcome.job
-        registers, shared = "", ""
-        entry = find_compiled(job.cell, job.variant, registry.targets[job.cell.target].arch, cache)
-        if args.audit and entry is not None:
-            functions = audit.measured(entry)["functions"].values()
-            registers = str(max(function["registers"] for function in functions))
-            static = max(function["static_shared_memory"] for function in functions)
-            shared = str(static + max(launch["dynamic_shared_memory"] for launch in entry.meta["kernels"].values()))
+        registers, shared = _resources(outcome.entry) if args.audit else ("", "")
         result = "; ".join(outcome.complaints) or ("audited" if args.audit else "compiled")
         bad += not outcome.good
         rows.append((job.cell.id, variant_text(job.variant), f"{outcome.seconds:.1f}", registers, shared, result))
     console.table([rows[0], *sorted(rows[1:], key=lambda row: row[:2])])
     console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
     return 1 if bad else 0
+
+
+def _resources(entry: Entry | None) -> tuple[str, str]:
+    """Registers of a thread and shared memory of a block, for the table."""
+    measured = None if entry is None else entry.read_audit()
+    if entry is None or measured is None:
+        return "", ""
+    functions = measured["functions"].values()
+    shared = max(function["static_shared_memory"] for function in functions)
+    shared += max(launch["dynamic_shared_memory"] for launch in entry.meta["kernels"].values())
+    return str(max(function["registers"] for function in functions)), str(shared)

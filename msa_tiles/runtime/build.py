@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from msa_tiles.runtime import audit, toolchain
-from msa_tiles.runtime.cache import Cache
+from msa_tiles.runtime.cache import Cache, Entry
 from msa_tiles.runtime.compiler import CompileError, compile_variant, find_compiled, variant_text
 from msa_tiles.runtime.registry import Cell, Target
 
@@ -31,6 +32,7 @@ class Outcome:
     """What became of a job."""
 
     job: Job
+    entry: Entry | None  # None when it did not compile
     seconds: float  # time spent on it; next to nothing when the cache had it
     complaints: tuple[str, ...]  # why it did not compile, or what the audit found
 
@@ -61,7 +63,7 @@ def build(
     if workers <= 1 or len(jobs) <= 1:
         for job in jobs:
             result = _compile(job.cell, job.variant, targets[job.cell.target].arch, audited, cache)
-            yield _outcome(job, targets, audited, cache, *result)
+            yield _outcome(job, targets[job.cell.target], audited, result)
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
@@ -73,15 +75,18 @@ def build(
             try:
                 result = future.result()
             except BrokenProcessPool:
-                result = 0.0, "not compiled: a compiler process died"
-            yield _outcome(running[future], targets, audited, cache, *result)
+                result = "not compiled: a compiler process died"
+            job = running[future]
+            yield _outcome(job, targets[job.cell.target], audited, result)
 
 
 def audit_compiled(job: Job, target: Target, cache: Cache | None = None) -> tuple[str, ...]:
     """What is wrong with a variant as it lies in the cache; that it is not there is a complaint too."""
     entry = find_compiled(job.cell, job.variant, target.arch, cache)
-    if entry is None:
-        return ("not compiled",)
+    return ("not compiled",) if entry is None else _audit(job, target, entry)
+
+
+def _audit(job: Job, target: Target, entry: Entry) -> tuple[str, ...]:
     try:
         return tuple(audit.complaints(job.cell, job.variant, target, entry))
     except toolchain.ToolchainError as error:
@@ -90,22 +95,23 @@ def audit_compiled(job: Job, target: Target, cache: Cache | None = None) -> tupl
 
 def _compile(
     cell: Cell, variant: Mapping[str, int], arch: str, audited: bool, cache: Cache
-) -> tuple[float, str | None]:
-    """Seconds, and why nothing came out. Exceptions of the compiler do not all survive the way between processes."""
+) -> tuple[Entry, float] | str:
+    """The entry and seconds, or why nothing came out: not every exception survives the way between processes."""
     try:
         start = time.perf_counter()
         entry = compile_variant(cell, variant, arch, cache)
         seconds = time.perf_counter() - start
-        if audited:
-            audit.measured(entry)
     except (CompileError, toolchain.ToolchainError, OSError) as error:
-        return 0.0, f"not compiled: {error}"
-    return seconds, None
+        return f"not compiled: {error}"
+    if audited:
+        # Measured here, so that the disassemblers run side by side too; who reads the verdict hears of their absence.
+        with contextlib.suppress(toolchain.ToolchainError):
+            audit.measured(entry)
+    return entry, seconds
 
 
-def _outcome(
-    job: Job, targets: Mapping[str, Target], audited: bool, cache: Cache, seconds: float, failure: str | None
-) -> Outcome:
-    if failure is not None:
-        return Outcome(job, seconds, (failure,))
-    return Outcome(job, seconds, audit_compiled(job, targets[job.cell.target], cache) if audited else ())
+def _outcome(job: Job, target: Target, audited: bool, result: tuple[Entry, float] | str) -> Outcome:
+    if isinstance(result, str):
+        return Outcome(job, None, 0.0, (result,))
+    entry, seconds = result
+    return Outcome(job, entry, seconds, _audit(job, target, entry) if audited else ())
