@@ -113,9 +113,6 @@ def _workspace(value: Any, q: Tensor) -> tuple[Tensor | None, int]:
             _validate.refuse_type("workspace", f"dtype {value.dtype}", "torch.uint8")
         _validate.same_device("workspace", value, q, "q")
         _validate.dense("workspace", value)
-        if value.storage_offset() % _dispatch.ALIGNMENT != 0:
-            wanted = f"a multiple of {_dispatch.ALIGNMENT}"
-            _validate.refuse("workspace", f"an offset of {value.storage_offset()} bytes in its storage", wanted)
         return value, value.numel()
     _validate.integer("workspace", value, 1)
     return None, value
@@ -137,6 +134,12 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
     place, rest = rest[:8], rest[8:]
     block_size, scale, edges, tasks, counts, window, workspace_bytes, backend, out, lse, *scratch = rest
     where = Where(*place)
+    # Addresses are unknown while a graph is traced, so this is looked at here.
+    if scratch and scratch[0] is not None and scratch[0].data_ptr() % _dispatch.ALIGNMENT:
+        came = (
+            f"an address {scratch[0].data_ptr() % _dispatch.ALIGNMENT} bytes behind a multiple of {_dispatch.ALIGNMENT}"
+        )
+        _validate.refuse("workspace", came, f"a multiple of {_dispatch.ALIGNMENT}")
     if _dispatch.runs_reference(backend, q.device):
         # A schedule of the kernels is not the reference's: on their device it makes its own.
         made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None

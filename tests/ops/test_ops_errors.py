@@ -250,7 +250,7 @@ def test_attention_parameters():
     bytes_ = torch.zeros(8, dtype=torch.uint8)
     fails("sparse_attention", {"workspace": bytes_[::2]}, "workspace: got strides [2]; wanted a contiguous tensor")
     fails("sparse_attention", {"workspace": bytes_.to("meta")}, "workspace: got device meta; wanted cpu like q")
-    message = "workspace: got an offset of 3 bytes in its storage; wanted a multiple of 16"
+    message = "workspace: got an address 3 bytes behind a multiple of 16; wanted a multiple of 16"
     fails("sparse_attention", {"workspace": bytes_[3:]}, message)
     fails("sparse_attention", {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
 
