@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
+from collections.abc import Iterator
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, filters_of
@@ -16,6 +18,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     add_filters(parser)
     parser.add_argument("--stale", action="store_true", help="only cells whose digest has changed since they passed")
     parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compile in N processes (default: all cores)"
+    )
     parser.add_argument("--seed", type=int, help="repeat the inputs of an earlier run (default: fresh ones)")
     parser.set_defaults(func=run)
 
@@ -25,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles import paths
     from msa_tiles.runtime import evidence
+    from msa_tiles.runtime.build import build, ci_jobs
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
     from msa_tiles.spec import load
@@ -46,6 +52,13 @@ def run(args: argparse.Namespace) -> int:
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")
+    # Compiled side by side first: the GPU would wait for each kernel otherwise. An operator may launch other cells too.
+    jobs = ci_jobs(registry.select(target=facts.target) if chosen else ())
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)
+    counter: Iterator[int] = console.progress(len(jobs), "compiling")
+    for outcome, _ in zip(outcomes, counter, strict=True):
+        if not outcome.good:
+            console.complain(f"{outcome.job}: {outcome.complaints[0]}")
     numbers = random.Random(args.seed)
     results = runner.run(grid, device, registry.directory, seed=lambda: numbers.randrange(1 << 31))
     failures = 0

@@ -71,6 +71,19 @@ def test_loading_needs_neither_tilelang_nor_a_compiler(entry: Entry) -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.slow
+def test_a_process_that_only_loaded_can_compile_later(entry: Entry, cell: Cell, target: Target, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from msa_tiles.runtime import compiler, launch, registry;"
+        "from msa_tiles.runtime.cache import Cache; generated, full, empty, arch = sys.argv[1:];"
+        "cell = registry.Registry.read(Path(generated)).cells[0];"
+        "launch.load_function(compiler.find_compiled(cell, cell.ci[0], arch, Cache(Path(full))));"
+        "launch.load_function(compiler.compile_variant(cell, cell.ci[1], arch, Cache(Path(empty))))"
+    )
+    places = [str(cell.file.parents[2]), str(entry.directory.parents[1]), str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *places, target.arch], check=True)
+
+
 @pytest.mark.parametrize("name", ["kernel.so", "kernel.cubin", "meta.json"])
 def test_a_corrupt_entry_is_a_miss_and_is_replaced(
     cell: Cell, target: Target, filled: Cache, name: str, monkeypatch: pytest.MonkeyPatch
