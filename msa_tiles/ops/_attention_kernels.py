@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _validate
+from msa_tiles.ops import _dispatch, _validate
 
 if TYPE_CHECKING:
     from msa_tiles.runtime import CallFacts
@@ -25,6 +25,9 @@ LOG2_E = math.log2(math.e)
 # Queries per window: the queries of one head group stay in L2 up to here, and a window is long enough to fill the GPU.
 MOST_QUERIES = 4096
 WINDOW_MULTIPLE = 128
+
+LARGEST_GROUP = 16
+LARGEST_HEAD_DIM = 128
 
 # The schedule kernel cuts a block's edges into tasks of at most this many (tile.chunk of its spec).
 CHUNK = 128
@@ -46,8 +49,15 @@ def bytes_per_query(topk: int, num_q_heads: int, head_dim: int) -> int:
 
 
 def choose_window(block_indices: Tensor) -> int:
-    """Queries per window of a schedule that is made before its attention is known."""
-    return window_for(block_indices.shape[1], MOST_QUERIES)
+    """Queries per window of a schedule that is made before its attention is known.
+
+    The largest attention that kernels serve, 16 query heads of dim 128 per KV head, fits the default workspace.
+    """
+    num_kv_heads, total_q, topk = block_indices.shape
+    most = _dispatch.WORKSPACE_BYTES // bytes_per_query(
+        max(topk, 1), max(num_kv_heads, 1) * LARGEST_GROUP, LARGEST_HEAD_DIM
+    )
+    return window_for(total_q, max(most, 1))
 
 
 def allocate_schedule(
@@ -168,7 +178,9 @@ def combine(
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     from msa_tiles.runtime import find_kernel
 
-    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant), backend=backend)
+    # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
+    features = facts.features if op == facts.op else frozenset()
+    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)
 
 
 def _partials(workspace: Tensor | None, q: Tensor, window: int, topk: int) -> tuple[Tensor, Tensor]:

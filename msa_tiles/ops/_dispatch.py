@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
 
+# What the partial results of one window of attention queries may take when the caller does not say.
+WORKSPACE_BYTES = 1 << 30
+
 # TMA boxes and the widest loads start at multiples of this many bytes.
 ALIGNMENT = 16
 

@@ -12,9 +12,6 @@ from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 
-# What the partial results of one window of queries may take when the caller does not say.
-WORKSPACE_BYTES = 1 << 30
-
 
 def sparse_attention(
     q: Tensor,
@@ -106,7 +103,7 @@ def _heads_and_ids(q: Tensor, k: Tensor, block_indices: Tensor, total_q: int) ->
 def _workspace(value: Any, q: Tensor) -> tuple[Tensor | None, int]:
     """The caller's scratch tensor, if any, and how many bytes partial results may take."""
     if value is None:
-        return None, WORKSPACE_BYTES
+        return None, _dispatch.WORKSPACE_BYTES
     if isinstance(value, Tensor):
         _validate.tensor("workspace", value, "[bytes]")
         if value.dtype != torch.uint8:

@@ -59,6 +59,7 @@ def complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: En
     return [
         *_resource_complaints(cell, variant, target, entry.meta["kernels"], found["functions"]),
         *_opcode_complaints(cell.entry["expect"], cell.entry["forbid"], found["opcodes"]),
+        *_pipeline_complaints(found["opcodes"]),
     ]
 
 
@@ -123,6 +124,15 @@ def _opcode_complaints(expect: Iterable[str], forbid: Iterable[str], opcodes: Ma
     missing = [f"the plan promised {wanted}, the code has none" for wanted in expect if not has_opcode(wanted, opcodes)]
     unwanted = [f"the code has {banned}, which the plan forbids" for banned in forbid if has_opcode(banned, opcodes)]
     return missing + unwanted
+
+
+def _pipeline_complaints(opcodes: Mapping[str, int]) -> list[str]:
+    """The assembler waits after every wgmma when it cannot follow the accumulators: right, and half as fast."""
+    multiplications = sum(count for opcode, count in opcodes.items() if opcode.split(".")[0] in ("HGMMA", "QGMMA"))
+    waits = sum(count for opcode, count in opcodes.items() if opcode.startswith("WARPGROUP.DEPBAR"))
+    if multiplications and waits >= multiplications:
+        return [f"its wgmma are serialised: {waits} waits for {multiplications} multiplications"]
+    return []
 
 
 def _run(tool: str, *arguments: str) -> str:

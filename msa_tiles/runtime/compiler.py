@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msa_tiles.errors import ToolError
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import CUBIN, LIBRARY, SOURCE, Cache, Entry
 from msa_tiles.runtime.registry import Cell
@@ -27,7 +28,7 @@ _state = threading.Lock()  # guards the counter, and TileLang's process-wide cal
 _compiled = 0
 
 
-class CompileError(RuntimeError):
+class CompileError(ToolError):
     """A kernel did not compile; the message starts with its cell and variant."""
 
 

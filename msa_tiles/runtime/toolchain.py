@@ -16,10 +16,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from msa_tiles.errors import ToolError
+
 CODE_GENERATORS = ("tilelang", "apache-tvm-ffi")
 
 
-class ToolchainError(RuntimeError):
+class ToolchainError(ToolError):
     """A compiler or a disassembler is missing or failed; the message says which one and how to get it."""
 
 

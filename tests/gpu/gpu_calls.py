@@ -1,4 +1,4 @@
-"""One small call of every operator on CUDA, with its answer; `python gpu_calls.py` runs them all under a checking tool."""
+"""One small call of every operator on CUDA, with its answer; run this file under a checking tool."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Grid: one CTA for ROWS heads of a token; head_dim // 8 neighbouring threads share a row and own eight columns each, so
 every split is read with 16-byte loads, UNROLL of them in flight.
 
-The weights of a row are exp(lse - max) / sum. A split with lse -inf is empty: its data may be anything, so its load is
-redirected to the heaviest split of the row and it is left out of the sum. Splits are added in order, in float32.
+The weights of a row are exp(lse - max) / sum, with the maximum over UNROLL splits at a time and a rescale between. A
+split with lse -inf is empty: its data may be anything and stays out of the sum. Splits are added in order, in float32.
 """
 
 import tilelang.language as T
@@ -13,7 +13,7 @@ from msa_tiles.dsl.tilelang.packing import high_half, low_half, pack_halves
 
 ELEMENT = "bfloat16"  # <- precision.output
 ROWS = 16  # <- tile.rows
-UNROLL = 8  # <- tile.unroll
+UNROLL = 16  # <- tile.unroll
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_safe_memory_legalize": True,
@@ -51,8 +51,8 @@ def combine(head_dim: int):
             weight = T.alloc_local([UNROLL], "float32")
             total = T.alloc_local([VECTOR], "float32")
             stored = T.alloc_local([4], "uint32")
-            best = T.alloc_var("int32")
             largest = T.alloc_var("float32")
+            before = T.alloc_var("float32")
             mass = T.alloc_var("float32")
             scale = T.alloc_var("float32")
             split = T.alloc_var("int32")
@@ -61,26 +61,28 @@ def combine(head_dim: int):
             column = (tx % lanes) * VECTOR
             if head < num_q_heads:
                 largest = -T.infinity("float32")
-                best = 0
-                for s in T.serial(splits):
-                    if partial_lse[s, token, head] > largest:
-                        largest = partial_lse[s, token, head]
-                        best = s
                 mass = 0.0
                 for c in T.unroll(VECTOR):
                     total[c] = 0.0
                 for step in T.serial(T.ceildiv(splits, UNROLL)):
                     for u in T.unroll(UNROLL):
-                        split = step * UNROLL + u
-                        weight[u] = 0.0
-                        if split < splits:
-                            if partial_lse[split, token, head] != -T.infinity("float32"):
-                                weight[u] = T.exp2((partial_lse[split, token, head] - largest) * LOG2_E)
-                        if weight[u] == 0.0:
-                            split = best
+                        split = T.min(step * UNROLL + u, splits - 1)
                         packed[u, 0:4] = T.ldg128(partial_out[split, token, head, column])
+                        weight[u] = partial_lse[split, token, head]
+                    before = largest
                     for u in T.unroll(UNROLL):
-                        if weight[u] != 0.0:
+                        if step * UNROLL + u >= splits:
+                            weight[u] = -T.infinity("float32")
+                        largest = T.max(largest, weight[u])
+                    if step > 0 and before != -T.infinity("float32"):
+                        scale = T.exp2((before - largest) * LOG2_E)
+                        mass = mass * scale
+                        for c in T.unroll(VECTOR):
+                            total[c] = total[c] * scale
+                    for u in T.unroll(UNROLL):
+                        # Not `weight > -inf`: a NaN has to come through.
+                        if weight[u] != -T.infinity("float32"):
+                            weight[u] = T.exp2((weight[u] - largest) * LOG2_E)
                             mass = mass + weight[u]
                             for c in T.unroll(4):
                                 total[2 * c] = total[2 * c] + weight[u] * low_half(packed[u, c])

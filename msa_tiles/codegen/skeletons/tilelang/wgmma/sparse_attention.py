@@ -9,12 +9,15 @@ Warps
   warpgroup CONSUMERS           producer: claims tasks, loads K, V and gathers the query rows of each tile by TMA
 
 Pipelines (name: depth, arrivals)
-  k_full, v_full: 1, 128 producer threads + TMA bytes      kv_free: 1, all consumer threads
+  k_full, v_full: 1, 128 producer threads + TMA bytes      k_free, v_free: 1, all consumer threads
   q_full: STAGES per consumer, 128 producer threads + TMA bytes
   q_free: STAGES per consumer, the 128 threads of that consumer, once the partial staged in the slot has left
 
 A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
 to global memory. The next tile's S is issued before the current partial is scaled, so it overlaps the epilogue.
+
+The producer sends the first AHEAD tiles of a task to each consumer before it waits for room for the task's K and V.
+That must stay below STAGES - 1: the slot of a consumer's last partial is only freed by its next tile.
 
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows
 (8 is the least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
@@ -30,6 +33,7 @@ from msa_tiles.dsl.tilelang.softmax import block_softmax
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 5  # <- tile.stages
+AHEAD = 2  # <- tile.ahead
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 24  # <- tile.producer_registers
 CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
@@ -60,7 +64,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
 
     @T.macro
     def consume(
-        w, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+        w, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
         edges, tasks, partial_out, partial_lse, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([ROWS, block_size], "float32")
@@ -112,6 +116,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                 for i in T.Parallel(ROWS):
                     row_edge[i] = edges[window_index, head, T.min(first + i // rows_per_query, last_edge)]
                 T.wait_wgmma(0)
+                if tile + 1 == my_tiles:
+                    T.barrier_arrive(k_free)
                 if (extent & 1) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
                         S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
@@ -124,9 +130,11 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                     phase = phase ^ 1
                 if tile + 1 < my_tiles:
                     T.barrier_wait(q_full[w * STAGES + slot], phase)
-                # On the last tile this recomputes a slot whose result nobody reads: the wait below stays uniform.
-                T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(1)
+                    T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
+                    T.wait_wgmma(1)
+                else:
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(v_free)
                 for i in T.Parallel(ROWS):
                     if i % rows_per_query < group:
                         partial_lse[row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query] = (
@@ -136,8 +144,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                     row_sum[i] = 1.0 / row_sum[i]
                 for i, j in T.Parallel(ROWS, head_dim):
                     O[i, j] = O[i, j] * row_sum[i]
+                # Only the thread that issued the stores waits here, and the slot is free once that thread arrives too.
                 T.tma_store_wait(0)
-                T.sync_threads(8 + w, 128)
                 if staged >= 0:
                     T.barrier_arrive(q_free[w * STAGES + staged])
                 staged = used
@@ -161,8 +169,9 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                             ],
                             eviction_policy="evict_first",
                         )
-            T.wait_wgmma(0)
-            T.barrier_arrive(kv_free)
+            if my_tiles == 0 and running > 0:
+                T.barrier_arrive(k_free)
+                T.barrier_arrive(v_free)
             turn = turn + 1
         T.tma_store_wait(0)
 
@@ -186,9 +195,11 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
             V_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
             Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], ELEMENT)
             task_shared = T.alloc_shared([2], "int32", scope="shared")
+            claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
             k_full = T.alloc_barrier(arrive_count=128)
             v_full = T.alloc_barrier(arrive_count=128)
-            kv_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
+            k_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
+            v_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
             q_full = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
             q_free = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
             tx = T.get_thread_binding()
@@ -225,26 +236,33 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                                 claim_head = claim_head + 1
                             else:
                                 seeking = 0
-                    T.barrier_wait(kv_free, (turn & 1) ^ 1)
                     if tx == CONSUMERS * 128:
-                        task_shared[0] = claim
-                        task_shared[1] = claim_head
+                        claim_shared[turn & 1, 0] = claim
+                        claim_shared[turn & 1, 1] = claim_head
                     T.sync_threads(7, 128)
-                    task = task_shared[0]
-                    head = task_shared[1]
-                    if task < 0:
+                    claim = claim_shared[turn & 1, 0]
+                    head = claim_shared[turn & 1, 1]
+                    task = claim
+                    if claim < 0:
                         running = 0
                         task = 0
                     key_row = tasks[window_index, head, task, 0]
                     first_edge = tasks[window_index, head, task, 1]
                     num = tasks[window_index, head, task, 2] * running
-                    if running > 0:
-                        T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
-                    T.barrier_arrive(k_full)
-                    if running > 0:
-                        T.tma_copy(v[key_row : key_row + block_size, head, :], V_shared, barrier=v_full)
-                        T.barrier_arrive(v_full)
-                    for round in T.serial(T.ceildiv(num, queries * CONSUMERS)):
+                    rounds = T.ceildiv(num, queries * CONSUMERS)
+                    for round in T.serial(rounds + 1):
+                        if round == T.min(rounds, AHEAD):
+                            T.barrier_wait(k_free, (turn & 1) ^ 1)
+                            if tx == CONSUMERS * 128:
+                                task_shared[0] = claim
+                                task_shared[1] = head
+                            if running > 0:
+                                T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
+                            T.barrier_arrive(k_full)
+                            if running > 0:
+                                T.barrier_wait(v_free, (turn & 1) ^ 1)
+                                T.tma_copy(v[key_row : key_row + block_size, head, :], V_shared, barrier=v_full)
+                                T.barrier_arrive(v_full)
                         for w in T.unroll(CONSUMERS):
                             if (round * CONSUMERS + w) * queries < num:
                                 T.barrier_wait(q_free[w * STAGES + slot[w]], phase[w])
@@ -277,13 +295,13 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    0, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+                    0, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
                     edges, tasks, partial_out, partial_lse, scale_log2, window_index,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    1, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, kv_free, q_full, q_free,
+                    1, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
                     edges, tasks, partial_out, partial_lse, scale_log2, window_index,
                 )  # fmt: skip
 

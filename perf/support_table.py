@@ -1,4 +1,4 @@
-"""Writes the support table of README.md from `generated/`: `python docs/support_table.py [--check]`."""
+"""Writes the support table of README.md from `generated/`: `python perf/support_table.py [--check]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msa_tiles.runtime.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-BEGIN = "<!-- support table: written by docs/support_table.py -->\n"
+BEGIN = "<!-- support table: written by perf/support_table.py -->\n"
 END = "<!-- end of support table -->\n"
 
 
@@ -45,7 +45,7 @@ def main() -> int:
     wanted = updated(present, table(Registry.read(ROOT / "generated")))
     if args.check:
         if present != wanted:
-            sys.stderr.write("README.md: the support table is out of date; run `python docs/support_table.py`\n")
+            sys.stderr.write("README.md: the support table is out of date; run `python perf/support_table.py`\n")
         return int(present != wanted)
     README.write_text(wanted, encoding="utf-8")
     return 0
