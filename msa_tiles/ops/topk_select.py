@@ -153,7 +153,7 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
         _positions_only(where, valid_tensor is not None or valid_number is not None),
         score.device,
         "bf16",
-        {"topk": topk, "heads_per_group": score.shape[0] // num_kv_heads},
+        {"topk": topk},
         refusals=refusals,
     )
     kernel = _dispatch.find_kernel(facts, backend)
@@ -178,7 +178,13 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
         init_blocks,
         local_blocks,
         ORDERS[order],
+        _lanes_log2(num_kv_heads * score.shape[1]),
     )
+
+
+def _lanes_log2(rows: int) -> int:
+    """How many threads share a row, as a power of two: one when the rows alone fill a GPU, a warp when they are few."""
+    return 0 if rows >= 1 << 17 else 2 if rows >= 1 << 13 else 5
 
 
 def _positions_only(where: Where, counted: bool) -> Where:

@@ -28,12 +28,14 @@ def index_score(variant, idx_q, idx_k, starts_q, starts_k, used, out, use_sequse
 
 
 def topk_select(
-    variant, score, starts_q, starts_k, used, num_valid, out, use_seqused, mode, scalar, block_size, init, local, order
-):
+    variant, score, starts_q, starts_k, used, num_valid, out, use_seqused, mode, scalar, block_size, init, local, order,
+    lanes_log2,
+):  # fmt: skip
+    assert 0 <= lanes_log2 <= 5
     valid = {0: None, 1: scalar, 2: num_valid}[mode]
     where = place(starts_q, starts_k, used, use_seqused)
     names = {"block_size": block_size, "init_blocks": init, "local_blocks": local, "num_valid_blocks": valid}
-    heads = score.shape[0] // variant["heads_per_group"]
+    heads = out.shape[0]
     order = ("ascending", "score", "local_last")[order]
     out.copy_(reference.topk_select(score, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
 
@@ -147,7 +149,7 @@ def test_facts_of_a_call(kernels):
     assert score.variant == {"head_dim": 16, "block_size": BLOCK, "heads_per_group": 1}
     assert select.precision == "float32"
     assert select.variant == {"head_dim": 16, "block_size": BLOCK, "topk": 3, "heads_per_group": 2}
-    assert (rank.precision, rank.variant) == ("bf16", {"topk": 3, "heads_per_group": 2})
+    assert (rank.precision, rank.variant) == ("bf16", {"topk": 3})
     assert rank.refusals == ("score is torch.bfloat16, wanted torch.float32",)
     assert backend == "auto"
     assert not score.features and not score.refusals
