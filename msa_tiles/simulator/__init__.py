@@ -1,0 +1,3 @@
+"""TileLang simulator."""
+from msa_tiles.simulator.kernel import simulate
+__all__ = ["simulate"]

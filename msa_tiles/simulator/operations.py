@@ -1,0 +1,189 @@
+"""Intrinsics that act: barriers, fences, tile copies, TMA and wgmma.
+
+A builder gives the function to run, whether it suspends, and whether its threads must act together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from msa_tiles.simulator import boxes, intrinsics, tma, wgmma
+from msa_tiles.simulator.barriers import Mbarrier, NamedBarrier, Wait, sync, wait_phase
+from msa_tiles.simulator.boxes import Box
+from msa_tiles.simulator.errors import DivergenceError, UnsupportedError
+from msa_tiles.simulator.expressions import Expressions
+from msa_tiles.simulator.frame import WARP, Frame
+from msa_tiles.simulator.program import Closure
+from msa_tiles.simulator.shared import SharedMemory
+
+Built = tuple[Callable[[Frame], Any], bool, bool]
+CTA_BARRIER = 0
+
+
+def _box(compiler: Expressions, node: Any) -> Callable[[Frame], Box]:
+    """`region(load of the first element, mode, *extents)`."""
+    if type(node).__name__ != "Call" or node.op.name != "tl.region":
+        raise UnsupportedError(f"tile operand {node}")
+    load = node.args[0]
+    info = compiler.program.buffer(load.buffer)
+    if info.scope not in ("global", "shared", "shared.dyn", "local.fragment"):
+        raise UnsupportedError(f"tile operand {info.name} in scope {info.scope}")
+    start = [compiler.uniform(i, f"an index of {info.name}") for i in load.indices]
+    extent = [compiler.uniform(n, f"an extent of {info.name}") for n in node.args[2:]]
+    key = info.key
+    return lambda f: Box(f.cta.memory[key], tuple(i(f) for i in start), tuple(n(f) for n in extent))
+
+
+def _barrier(compiler: Expressions, node: Any) -> Callable[[Frame], Mbarrier]:
+    if type(node).__name__ != "BufferLoad" or compiler.program.buffer(node.buffer).scope != "shared.barrier":
+        raise UnsupportedError(f"mbarrier {node}")
+    info = compiler.program.buffer(node.buffer)
+    (number,) = (compiler.uniform(i, f"the slot of {info.name}") for i in node.indices)
+    return lambda f: f.cta.slot(info.key, number(f))
+
+
+def _options(node: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """Annotations of a call.
+
+    Raises UnsupportedError for one that is not in `known`, or that has another value than the one given there.
+    """
+    found = {str(name): value for name, value in (node.annotations or {}).items()}
+    for name, value in found.items():
+        if name not in known or (known[name] is not None and int(value) != known[name]):
+            raise UnsupportedError(f"{node.op.name} with {name}={value} is not simulated")
+    return found
+
+
+def _copy(compiler: Expressions, node: Any) -> Built:
+    _options(node, {})
+    source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
+    return lambda f: boxes.copy(f, source(f), target(f)), False, True
+
+
+def _fill(compiler: Expressions, node: Any) -> Built:
+    target, value = _box(compiler, node.args[0]), compiler.uniform(node.args[1], "the value of a fill")
+    return lambda f: boxes.fill(f, target(f), value(f)), False, True
+
+
+def _reduce(compiler: Expressions, node: Any) -> Built:
+    _options(node, {})
+    source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
+    kind, dim = str(node.args[2].value), compiler.constant(node.args[3], "axis of a reduction")
+    clear = bool(compiler.constant(node.args[4], "clear of a reduction"))
+    return lambda f: boxes.reduce(f, source(f), target(f), kind, dim, clear), False, True
+
+
+def _wgmma(compiler: Expressions, node: Any) -> Built:
+    _options(node, {"wg_wait": -1})
+    a, b, c = (_box(compiler, node.args[n]) for n in range(3))
+    transpose_a, transpose_b = (bool(compiler.constant(node.args[n], "transposition")) for n in (3, 4))
+    clear = compiler.uniform(node.args[9], "clear_accum")
+    if any(compiler.constant(node.args[n], "wgmma argument") for n in (10, 11, 12)):
+        raise UnsupportedError(f"wgmma into a part of an accumulator: {node}")
+    return lambda f: wgmma.issue(f, a(f), b(f), c(f), transpose_a, transpose_b, bool(clear(f))), False, True
+
+
+def _wait_wgmma(compiler: Expressions, node: Any) -> Built:
+    most = compiler.constant(node.args[0], "count of wait_wgmma")
+    return lambda f: wgmma.wait(f, most), False, True
+
+
+def _tma_copy(compiler: Expressions, node: Any) -> Built:
+    options = _options(node, {"barrier": None, "eviction_policy": None})
+    source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
+    if "barrier" in options:
+        barrier = _barrier(compiler, options["barrier"])
+        return lambda f: tma.load(f, source(f), target(f), barrier(f)), False, True
+    return lambda f: tma.store(f, source(f), target(f)), False, True
+
+
+def _tma_store_wait(compiler: Expressions, node: Any) -> Built:
+    most = compiler.constant(node.args[0], "count of tma_store_wait")
+    read_only = bool(compiler.constant(node.args[1], "read of tma_store_wait")) if len(node.args) > 1 else True
+    return lambda f: tma.wait(f, most, read_only), False, False
+
+
+def _arrive(compiler: Expressions, node: Any) -> Built:
+    if len(node.args) != 1:
+        raise UnsupportedError(f"arrival {node}")
+    barrier = _barrier(compiler, node.args[0])
+
+    def run(f: Frame) -> Iterator[Wait | None]:
+        barrier(f).arrive(f)
+        if f.cta.pauses():
+            yield None
+
+    return run, True, True
+
+
+def _wait_parity(compiler: Expressions, node: Any) -> Built:
+    barrier, parity = _barrier(compiler, node.args[0]), compiler.uniform(node.args[1], "the parity of a wait")
+    return lambda f: wait_phase(barrier(f), parity(f), f), True, True
+
+
+def _storage_sync(compiler: Expressions, node: Any) -> Built:
+    scope, *numbers = node.args
+    if str(scope.value) not in ("shared", "shared.dyn") or len(numbers) not in (0, 2):
+        raise UnsupportedError(f"barrier {node}")
+    values = [compiler.uniform(n, "an argument of sync_threads") for n in numbers]
+
+    def run(f: Frame) -> Iterator[Wait | None]:
+        number, count = (v(f) for v in values) if values else (CTA_BARRIER, f.cta.threads)
+        barrier = f.cta.named.setdefault(number, NamedBarrier(f"sync_threads({number})", f.cta.order))
+        return sync(barrier, count, f)
+
+    return run, True, True
+
+
+def _sync_warp(compiler: Expressions, node: Any) -> Built:
+    if node.args:
+        raise UnsupportedError(f"sync_warp with a mask: {node}")
+    return lambda f: intrinsics.full_warps(f, "sync_warp"), False, False
+
+
+def _fence(compiler: Expressions, node: Any) -> Built:
+    def run(f: Frame) -> None:
+        """Publish what the fencing warps wrote; a warp of which only some threads fence publishes nothing."""
+        lanes = np.bincount(f.active() // WARP, minlength=f.cta.order.warps)
+        warps = set(np.flatnonzero(lanes == WARP).tolist())
+        for memory in f.cta.memory.values():
+            if isinstance(memory, SharedMemory):
+                for agent in list(memory.unfenced):
+                    if warps.issuperset(f.cta.order.members(agent)):
+                        memory.publish(agent)
+
+    return run, False, False
+
+
+def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
+    def run(f: Frame) -> None:
+        warps = f.whole_warps("set_max_nreg")
+        if len(warps) % wgmma.WARPGROUP or warps[0] % wgmma.WARPGROUP:
+            raise DivergenceError("set_max_nreg by a part of a warpgroup")
+
+    return run, False, True
+
+
+def _plain(build: Callable[[Expressions, Any], Closure]) -> Callable[[Expressions, Any], Built]:
+    return lambda compiler, node: (build(compiler, node), False, False)
+
+
+BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
+    "tl.tileop.copy": _copy,
+    "tl.tileop.fill": _fill,
+    "tl.tileop.reduce": _reduce,
+    "tl.tileop.wgmma_gemm": _wgmma,
+    "tl.wait_wgmma": _wait_wgmma,
+    "tl.tileop.tma_copy": _tma_copy,
+    "tl.tma_store_wait": _tma_store_wait,
+    "tirx.ptx_arrive_barrier": _arrive,
+    "tl.mbarrier_wait_parity": _wait_parity,
+    "tirx.tvm_storage_sync": _storage_sync,
+    "tl.sync_warp": _sync_warp,
+    "tl.fence_proxy_async": _fence,
+    "tl.set_max_nreg": _set_max_nreg,
+    "tl.stg128": _plain(intrinsics.store_128),
+}
