@@ -61,6 +61,12 @@ def _reinterpret(compiler: Expressions, node: Any) -> Closure:
     return view
 
 
+def _find_first_set(value: Any) -> Any:
+    """One more than the place of the lowest bit that is set, 0 where none is."""
+    lowest = np.asarray(value).astype(np.int64) & -np.asarray(value).astype(np.int64)
+    return np.where(lowest == 0, 0, np.log2(np.maximum(lowest & 0xFFFFFFFF, 1)).astype(np.int64) + 1)[()]
+
+
 def _launch_thread_idx(compiler: Expressions, node: Any) -> Closure:
     if compiler.constant(node.args[0], "thread axis") == 0:
         return lambda f: f.tid
@@ -200,6 +206,7 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tirx.sqrt": _math(np.sqrt),
     "tirx.fabs": _math(np.abs),
     "tirx.bitwise_not": _math(np.invert),
+    "tl.__ffs": _math(_find_first_set),
     "tl.infinity": _infinity,
     "tirx.reinterpret": _reinterpret,
     "tl.launch_thread_idx": _launch_thread_idx,

@@ -21,6 +21,8 @@ from msa_tiles.simulator.frame import Frame
 from msa_tiles.simulator.program import Closure, Program, kind_of
 
 SERIAL, PARALLEL, UNROLLED = 0, 1, 3
+# Attributes that steer the compiler and change nothing.
+HINTS = {"tl.min_blocks_per_sm"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Statements:
         return Code(bind)
 
     def _AttrStmt(self, node: Any) -> Code:
+        if str(node.attr_key) in HINTS:
+            return self(node.body)
         raise UnsupportedError(f"attribute {node.attr_key} = {node.value} is not simulated")
 
     def _Evaluate(self, node: Any) -> Code:

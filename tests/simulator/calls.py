@@ -1,0 +1,291 @@
+"""Calls of the generated kernels as msa_tiles.ops makes them, run by the simulator and compared with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.reference.batch import read_batch
+from msa_tiles.runtime.registry import default_registry
+from msa_tiles.simulator import simulate
+from msa_tiles.verify import compare
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
+
+TOKEN_MAJOR = (1, 0, 2)
+# How the kernels count orders and edges.
+ORDERS = ("ascending", "score", "local_last")
+CHUNK = 128
+QUERY_SHIFT, SLOT_SHIFT, SLOTS, LAST_KEY = 13, 7, 63, 127
+
+
+@dataclass
+class Call:
+    """What a test varies. `sequences` are (queries, keys) of the packed requests."""
+
+    sequences: Sequence[tuple[int, int]]
+    seed: int = 0
+    late: bool = True
+    values: str = "normal"  # or "integer": exact, with ties
+    strided: bool = False
+    shortened: bool = False  # requests use a part of their keys
+    rows_behind: int = 0  # query rows that belong to no request
+
+    def __post_init__(self) -> None:
+        self.source = Source(torch.device("cpu"), self.seed, self.values)
+        self.lengths: Lengths = self.source.lengths(self.sequences, self.shortened)
+        self.total_q = sum(queries for queries, _ in self.sequences) + self.rows_behind
+        self.total_k = sum(keys for _, keys in self.sequences)
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        values = self.source.values(shape, dtype)
+        return spread(values) if self.strided else values
+
+    def output(self, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
+        """Poisoned; token-major when `strided`."""
+        order = TOKEN_MAJOR if self.strided and len(shape) == 3 else None
+        return Buffer(shape, dtype, torch.device("cpu"), order)
+
+    @property
+    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """cu_seqlens_q, cu_seqlens_k and seqused_k as kernels get them."""
+        used = self.lengths.seqused_k
+        keys = self.lengths.cu_seqlens_k
+        return self.lengths.cu_seqlens_q, keys, keys if used is None else used
+
+    @property
+    def use_seqused(self) -> int:
+        return int(self.lengths.seqused_k is not None)
+
+    def run(self, op: str, variant: Mapping[str, int], *arguments: Any) -> None:
+        simulate(kernel(op, **variant), *arguments, seed=self.seed, late=self.late)
+
+
+def kernel(op: str, **variant: int) -> Any:
+    """The PrimFunc of a generated kernel, built once."""
+    key = (op, *sorted(variant.items()))
+    if key not in _kernels:
+        (cell,) = (cell for cell in default_registry().of(op) if cell.dsl == "tilelang")
+        _kernels[key] = cell.function(**variant)
+    return _kernels[key]
+
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+def index_score(
+    call: Call, *, head_dim: int, block_size: int, heads: int = 2, causal: bool = True, width: int | None = None
+) -> None:
+    idx_q, idx_k = call.tensor(call.total_q, heads, head_dim), call.tensor(call.total_k, head_dim)
+    blocks = -(-call.lengths.longest_k // block_size) if width is None else width
+    out = call.output((heads, call.total_q, blocks), torch.float32)
+    variant = {"head_dim": head_dim, "block_size": block_size}
+    call.run("index_score", variant, idx_q, idx_k, *call.starts, out.view, call.use_seqused, int(causal))
+    out.check_gaps("out")
+    wanted = reference.index_score(
+        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **call.lengths.keywords()
+    )
+    compare.numbers("out", out.view, wanted, 1e-4)
+
+
+def topk_select(
+    call: Call,
+    *,
+    capacity: int,
+    topk: int,
+    blocks: int,
+    heads: int = 1,
+    group: int = 1,
+    block_size: int = 64,
+    mode: int = 2,
+    lanes_log2: int = 0,
+    **forced: int,
+) -> None:
+    score = call.source.values((heads * group, call.total_q, blocks), torch.float32)
+    for value in (math.nan, math.inf, -math.inf, -0.0):
+        score = score.masked_fill(call.source.chance(0.05, score.shape), value)
+    score = spread(score, TOKEN_MAJOR) if call.strided else score
+    out = call.output((heads, call.total_q, topk), torch.int32)
+    counts = call.source.whole(0, blocks + 1, (call.total_q,)).to(torch.int32)
+    valid = {0: None, 1: blocks // 2, 2: counts}[mode]
+    order = forced.get("order", 0)
+    init, local = forced.get("init_blocks", 0), forced.get("local_blocks", 1)
+    scalars = (call.use_seqused, mode, blocks // 2, block_size, init, local, order, lanes_log2)
+    call.run("topk_select", {"topk": capacity}, score, *call.starts, counts, out.view, *scalars)
+    out.check_gaps("out")
+    wanted = reference.topk_select(
+        score,
+        topk,
+        num_kv_heads=heads,
+        block_size=block_size,
+        init_blocks=init,
+        local_blocks=local,
+        order=ORDERS[order],
+        num_valid_blocks=valid,
+        **call.lengths.keywords(),
+    )
+    compare.same("out", out.view, wanted)
+
+
+def select_blocks(
+    call: Call,
+    *,
+    head_dim: int,
+    block_size: int,
+    capacity: int,
+    topk: int,
+    group: int = 1,
+    heads: int = 1,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    order: int = 0,
+) -> None:
+    """Values must be exact: the ids are compared one by one."""
+    assert call.values == "integer"
+    idx_q, idx_k = call.tensor(call.total_q, heads * group, head_dim), call.tensor(call.total_k, head_dim)
+    out = call.output((heads, call.total_q, topk), torch.int32)
+    variant = {"head_dim": head_dim, "block_size": block_size, "topk": capacity, "heads_per_group": group}
+    scalars = (call.use_seqused, init_blocks, local_blocks, order)
+    call.run("select_blocks", variant, idx_q, idx_k, *call.starts, out.view, *scalars)
+    out.check_gaps("out")
+    wanted = reference.select_blocks(
+        idx_q.float(),
+        idx_k.float(),
+        topk,
+        num_kv_heads=heads,
+        block_size=block_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        order=ORDERS[order],
+        **call.lengths.keywords(),
+    )
+    compare.same("out", out.view, wanted)
+
+
+@dataclass
+class Made:
+    """A schedule of the build_schedule kernel."""
+
+    edges: Tensor
+    tasks: Tensor
+    counts: Tensor
+    window: int
+
+
+def build_schedule(call: Call, ids: Tensor, block_size: int, window: int) -> Made:
+    heads, total_q, topk = ids.shape
+    windows = -(-total_q // window)
+    most = window * topk + window * topk // CHUNK
+    edges = torch.full((windows, heads, window * topk), -1, dtype=torch.int32)
+    tasks = torch.full((windows, heads, most, 4), -1, dtype=torch.int32)
+    counts = torch.full((windows, heads), -1, dtype=torch.int32)
+    variant = {"block_size": block_size}
+    call.run("build_schedule", variant, ids, *call.starts, edges, tasks, counts, call.use_seqused, window)
+    return Made(edges, tasks, counts, window)
+
+
+def check_schedule(call: Call, made: Made, ids: Tensor, block_size: int) -> None:
+    """Every visible id is one edge of a task of its block, in the order of the queries, and there is nothing else."""
+    batch = read_batch(call.total_q, ids.device, **call.lengths.keywords())
+    starts = call.lengths.cu_seqlens_k.tolist()
+    for window in range(made.edges.shape[0]):
+        for head in range(ids.shape[0]):
+            got = []
+            for task in range(int(made.counts[window, head])):
+                row, first, number, extent = made.tasks[window, head, task].tolist()
+                assert 0 < number <= CHUNK
+                members = [(edge >> QUERY_SHIFT) + window * made.window
+                           for edge in made.edges[window, head, first : first + number].tolist()]  # fmt: skip
+                assert members == sorted(members), "a block's queries ascend"
+                cut = False
+                for edge, query in zip(made.edges[window, head, first : first + number].tolist(), members, strict=True):
+                    got.append((query, (edge >> SLOT_SHIFT) & SLOTS, row, (edge & LAST_KEY) + 1))
+                    cut |= (edge & LAST_KEY) + 1 < block_size
+                assert extent & 1 >= int(cut) and extent >> 1 > 0
+            wanted = []
+            for query in range(window * made.window, min((window + 1) * made.window, call.total_q)):
+                request, limit = int(batch.request[query]), int(batch.limit[query])
+                for slot, block in enumerate(ids[head, query].tolist()):
+                    if request >= 0 and 0 <= block * block_size <= limit:
+                        visible = min(limit - block * block_size + 1, block_size)
+                        wanted.append((query, slot, starts[request] + block * block_size, visible))
+            assert sorted(got) == sorted(wanted)
+
+
+def schedule(call: Call, *, block_size: int, topk: int, heads: int, window: int, sticky: bool = False) -> None:
+    ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
+    ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
+    ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
+    check_schedule(call, build_schedule(call, ids, block_size, window), ids, block_size)
+
+
+def combine(call: Call, *, head_dim: int, splits: int, heads: int) -> None:
+    tokens = call.total_q
+    partial_lse = call.source.values((splits, tokens, heads), torch.float32)
+    empty = call.source.chance(0.2, partial_lse.shape) | call.source.chance(0.1, partial_lse.shape[1:])
+    partial_lse = partial_lse.masked_fill(empty, -torch.inf)
+    partial_out = call.source.values((splits, tokens, heads, head_dim), torch.bfloat16)
+    partial_out = partial_out.masked_fill(empty[..., None], torch.nan)
+    if call.strided:
+        partial_out = spread(partial_out, (1, 0, 2, 3))
+    out = Buffer((tokens, heads, head_dim), torch.bfloat16, torch.device("cpu"))
+    lse = torch.full((tokens, heads), torch.nan)
+    call.run("combine", {"head_dim": head_dim}, partial_out, partial_lse, out.view, lse)
+    out.check_gaps("out")
+    wanted, wanted_lse = reference.combine(partial_out.float(), partial_lse)
+    compare.numbers("lse", lse, wanted_lse, 1e-5)
+    compare.numbers("out", out.view, wanted, 0.03)
+
+
+Attend = Callable[..., None]
+
+
+def sparse_attention(
+    call: Call,
+    *,
+    head_dim: int,
+    block_size: int,
+    group: int,
+    topk: int,
+    heads: int = 1,
+    window: int | None = None,
+    ctas: int = 2,
+    sticky: bool = False,
+    attend: Attend | None = None,
+) -> None:
+    """Schedule, attention and merge of all windows; `attend` stands in for the attention kernel."""
+    q = call.tensor(call.total_q, heads * group, head_dim)
+    k, v = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
+    ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
+    out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
+    window = call.total_q if window is None else window
+    made = build_schedule(call, ids, block_size, window)
+    claims = torch.zeros(len(made.edges), dtype=torch.int32)
+    scale = head_dim**-0.5
+    variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
+    for index in range(len(made.edges)):
+        partial_out = torch.full((window, topk, heads * group, head_dim), torch.nan).bfloat16()
+        partial_lse = torch.full((window, topk, heads * group), -torch.inf)
+        arguments = (
+            q, k, v, made.edges, made.tasks, made.counts, claims, partial_out, partial_lse,
+            scale * math.log2(math.e), index, ctas,
+        )  # fmt: skip
+        if attend is None:
+            call.run("sparse_attention", variant, *arguments)
+        else:
+            attend(*arguments)
+        rows = slice(index * window, min((index + 1) * window, call.total_q))
+        count = rows.stop - rows.start
+        splits = partial_out.transpose(0, 1)[:, :count], partial_lse.transpose(0, 1)[:, :count]
+        out[rows], lse[rows] = reference.combine(*splits)
+    wanted, wanted_lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), ids, block_size=block_size, **call.lengths.keywords()
+    )
+    compare.numbers("lse", lse, wanted_lse, 2e-3)
+    compare.numbers("out", out.float(), wanted, 0.04)
