@@ -18,6 +18,7 @@ from torch import Tensor
 from msa_tiles.ops import _dispatch, _validate
 
 if TYPE_CHECKING:
+    from msa_tiles.ops._dispatch import Place
     from msa_tiles.runtime import CallFacts
 
 LOG2_E = math.log2(math.e)
@@ -84,10 +85,7 @@ def _most_blocks(edges: int, num_requests: int, max_seqlen_k: int | None, block_
 def build_schedule(
     facts: CallFacts,
     block_indices: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor,
-    use_seqused: int,
+    where: Place,
     *,
     block_size: int,
     window: int,
@@ -97,7 +95,19 @@ def build_schedule(
 ) -> None:
     """Fill the tensors of a schedule."""
     kernel = _find(facts, "auto", "build_schedule", {"block_size": block_size})
-    kernel(block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, edges, tasks, counts, use_seqused, window)
+    kernel(
+        block_indices,
+        where.cu_seqlens_q,
+        where.cu_seqlens_k,
+        where.seqused_k,
+        where.q_positions,
+        edges,
+        tasks,
+        counts,
+        where.use_seqused,
+        where.use_positions,
+        window,
+    )
 
 
 def sparse_attention(
@@ -107,14 +117,11 @@ def sparse_attention(
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor,
-    use_seqused: int,
+    where: Place,
     *,
     block_size: int,
     softmax_scale: float,
-    max_seqlen_k: int | None,
+    longest_k: int,
     schedule: tuple[Tensor, Tensor, Tensor, int] | None,
     workspace: Tensor | None,
     workspace_bytes: int,
@@ -135,18 +142,14 @@ def sparse_attention(
         if most < 1:
             _refuse_workspace(workspace_bytes, 1, topk, num_q_heads, head_dim)
         window = window_for(total_q, most)
-        num_requests = cu_seqlens_q.shape[0] - 1
-        longest = k.shape[0] if max_seqlen_k is None else min(max_seqlen_k, k.shape[0])
+        num_requests = where.cu_seqlens_q.shape[0] - 1
         edges, tasks, counts = allocate_schedule(
-            block_indices, num_requests=num_requests, max_seqlen_k=longest, block_size=block_size, window=window
+            block_indices, num_requests=num_requests, max_seqlen_k=longest_k, block_size=block_size, window=window
         )
         build_schedule(
             facts,
             block_indices,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            use_seqused,
+            where,
             block_size=block_size,
             window=window,
             edges=edges,
@@ -163,7 +166,21 @@ def sparse_attention(
         first, count = index * window, min(window, total_q - index * window)
         # A slot without an edge stays empty.
         partial_lse.fill_(-torch.inf)
-        attend(q, k, v, edges, tasks, counts, claims, partial_out, partial_lse, softmax_scale * LOG2_E, index, num_ctas)
+        attend(
+            q,
+            k,
+            v,
+            where.page_table,
+            edges,
+            tasks,
+            counts,
+            claims,
+            partial_out,
+            partial_lse,
+            softmax_scale * LOG2_E,
+            index,
+            num_ctas,
+        )
         merge(split_out[:, :count], split_lse[:, :count], out[first : first + count], lse[first : first + count])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,47 +73,79 @@ def find_kernel(facts: CallFacts, backend: str) -> Any:
 def attention_kernels() -> Any:
     """The module that launches build_schedule, sparse_attention and combine on CUDA, imported on first use.
 
-    Its functions get arguments that are validated and not empty (T, Tk, B and topk are positive). ``cu_seqlens_q``,
-    ``cu_seqlens_k`` and ``seqused_k`` are int32 tensors on the device, with ``use_seqused`` 0 or 1 as in `lengths`.
-    The functions must not synchronise and find their kernels from ``facts``, the call's `CallFacts` (``replace`` op and
-    variant for other operators). ``out`` is [T, Hq, D] with a unit last stride, else any strides; ``lse`` is [T, Hq].
+    Its functions get arguments that are validated and not empty (T, Tk, B and topk are positive). ``where`` is a
+    `Place`. The functions must not synchronise and find their kernels from ``facts``, the call's `CallFacts`. ``out``
+    is [T, Hq, D] with a unit last stride, else any strides; ``lse`` is [T, Hq].
 
     - ``choose_window(block_indices) -> int``: queries per window of a schedule that `ops.build_schedule` makes.
     - ``allocate_schedule(block_indices, *, num_requests, max_seqlen_k, block_size, window) -> (edges, tasks, counts)``:
       uninitialised tensors; it is the fake kernel too, so shapes follow from its arguments (some may be symbolic).
-    - ``build_schedule(facts, block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, *, block_size, window,
-      edges, tasks, counts)``: fills the three.
-    - ``sparse_attention(facts, backend, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, *,
-      block_size, softmax_scale, max_seqlen_k, schedule, workspace, workspace_bytes, out, lse)``: fills ``out`` and
-      ``lse``. ``max_seqlen_k`` may be None; ``schedule`` is None or ``(edges, tasks, counts, window)``; ``workspace``
-      is None or the caller's uint8 tensor and ``workspace_bytes`` bounds what partial results take.
+    - ``build_schedule(facts, block_indices, where, *, block_size, window, edges, tasks, counts)``: fills the three.
+    - ``sparse_attention(facts, backend, q, k, v, block_indices, where, *, block_size, softmax_scale, longest_k,
+      schedule, workspace, workspace_bytes, out, lse)``: fills ``out`` and ``lse``. ``longest_k`` bounds the keys of a
+      request; ``schedule`` is None or ``(edges, tasks, counts, window)``; ``workspace`` is None or the caller's uint8
+      tensor and ``workspace_bytes`` bounds what partial results take.
     - ``combine(facts, backend, partial_out, partial_lse, *, out, lse)``: fills both.
     """
     return importlib.import_module("msa_tiles.ops._attention_kernels")
 
 
-def lengths(
-    where: Where, total_q: int, total_k: int | None, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """``cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused`` for a kernel, with the defaults made on the device.
+class Place(NamedTuple):
+    """Where queries and keys stand, as kernels take it; an absent tensor is replaced by one that is not read."""
 
-    ``total_k`` is None for operators without keys: a request then has as many keys as queries, or ``seqused_k``.
-    Never synchronises. Needs total_q > 0.
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor
+    use_seqused: int
+    page_table: Tensor
+    q_positions: Tensor
+    use_positions: int
+
+
+def place(where: Where, total_q: int, total_k: int | None, block_size: int, device: torch.device) -> Place:
+    """The kernels' arguments, with the defaults made on the device.
+
+    ``total_k`` is None for operators without keys: a request then has as many keys as queries, or ``seqused_k``. Paged
+    requests get virtual rows, max_pages * block_size for each. Never synchronises. Needs total_q > 0.
     """
     starts_q = where.cu_seqlens_q
     if starts_q is None:
         starts_q = _one_sequence(total_q, device)
     starts_k = where.cu_seqlens_k
-    if starts_k is None:
+    if where.page_table is not None:
+        span = max(where.page_table.shape[1], 1) * block_size
+        starts_k = torch.arange(0, (where.num_requests + 1) * span, span, dtype=torch.int32, device=device)
+    elif starts_k is None:
         if total_k is not None:
             starts_k = _one_sequence(total_k, device)
         elif where.seqused_k is not None:
             starts_k = torch.nn.functional.pad(where.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         else:
             starts_k = starts_q
-    if where.seqused_k is None:
-        return starts_q, starts_k, starts_k, 0
-    return starts_q, starts_k, where.seqused_k, 1
+    return Place(
+        starts_q,
+        starts_k,
+        starts_k if where.seqused_k is None else where.seqused_k,
+        int(where.seqused_k is not None),
+        starts_q[None] if where.page_table is None else where.page_table,
+        starts_q if where.q_positions is None else where.q_positions,
+        int(where.q_positions is not None),
+    )
+
+
+def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:
+    """The kernels' variant of paged keys [pages, …, page, dim]; 0 for flat ones."""
+    return 0 if where.page_table is None else block_size // keys.shape[-2]
+
+
+def oversized_table(where: Where, block_size: int) -> tuple[str, ...]:
+    """Why virtual rows of paged keys do not fit, if they do not: kernels count them in int32."""
+    if where.page_table is None:
+        return ()
+    rows = (where.num_requests + 1) * where.page_table.shape[1] * block_size
+    if rows < 1 << 31:
+        return ()
+    return (f"page_table spans {rows} virtual rows (requests x max_pages x block_size), wanted fewer than 2**31",)
 
 
 def _one_sequence(length: int, device: torch.device) -> Tensor:

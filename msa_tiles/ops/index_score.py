@@ -113,8 +113,13 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
         where,
         idx_q.device,
         _dispatch.PRECISIONS[idx_q.dtype],
-        {"head_dim": idx_q.shape[2], "block_size": block_size, "heads_per_group": 1},
+        {
+            "head_dim": idx_q.shape[2],
+            "block_size": block_size,
+            "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
+        },
         (idx_q, idx_k),
+        _dispatch.oversized_table(where, block_size),
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if score.numel() == 0:
@@ -122,8 +127,20 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
     if idx_k.numel() == 0 or where.num_requests == 0:
         score.fill_(-torch.inf)
         return
-    starts = _dispatch.lengths(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
-    kernel(idx_q, idx_k, *starts[:3], score, starts[3], int(causal))
+    at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
+    kernel(
+        idx_q,
+        idx_k,
+        at.page_table,
+        at.cu_seqlens_q,
+        at.cu_seqlens_k,
+        at.seqused_k,
+        at.q_positions,
+        score,
+        at.use_seqused,
+        at.use_positions if causal else 0,
+        int(causal),
+    )
 
 
 _OPERATOR = _library.define(

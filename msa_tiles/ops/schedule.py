@@ -113,23 +113,20 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         for destination, part in zip((edges, tasks, counts), parts, strict=True):
             destination.copy_(part)
         return
-    # Paged keys matter to the attention kernel, not to the reverse index.
     variant = {"block_size": block_size}
     refusals = _dispatch.broken_rules("build_schedule", topk=block_indices.shape[2])
+    refusals += _dispatch.oversized_table(where, block_size)
+    # Paged keys matter to the attention kernel; the reverse index only names their rows.
     facts = _dispatch.call_facts(
         "build_schedule", where.without_pages(), block_indices.device, "bf16", variant, refusals=refusals
     )
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()
         return
-    starts_q, starts_k, used, use_used = _dispatch.lengths(where, block_indices.shape[1], None, block_indices.device)
     _dispatch.attention_kernels().build_schedule(
         facts,
         block_indices,
-        starts_q,
-        starts_k,
-        used,
-        use_used,
+        _dispatch.place(where, block_indices.shape[1], None, block_size, block_indices.device),
         block_size=block_size,
         window=window,
         edges=edges,

@@ -108,8 +108,10 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
             "block_size": block_size,
             "topk": topk,
             "heads_per_group": idx_q.shape[1] // num_kv_heads,
+            "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
         },
         (idx_q, idx_k),
+        _dispatch.oversized_table(where, block_size),
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:
@@ -117,8 +119,22 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
     if idx_k.numel() == 0 or where.num_requests == 0:
         out.fill_(-1)
         return
-    starts = _dispatch.lengths(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
-    kernel(idx_q, idx_k, *starts[:3], out, starts[3], init_blocks, local_blocks, ORDERS[order])
+    at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
+    kernel(
+        idx_q,
+        idx_k,
+        at.page_table,
+        at.cu_seqlens_q,
+        at.cu_seqlens_k,
+        at.seqused_k,
+        at.q_positions,
+        out,
+        at.use_seqused,
+        at.use_positions,
+        init_blocks,
+        local_blocks,
+        ORDERS[order],
+    )
 
 
 _OPERATOR = _library.define(

@@ -151,16 +151,22 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
         where,
         q.device,
         _dispatch.PRECISIONS[q.dtype],
-        {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
+        {
+            "head_dim": q.shape[2],
+            "block_size": block_size,
+            "group": q.shape[1] // k.shape[1],
+            "pages_per_block": _dispatch.pages_per_block(where, k, block_size),
+        },
         (q, k, v),
-        _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2]),
+        _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2])
+        + _dispatch.oversized_table(where, block_size),
     )
     if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
         _dispatch.find_kernel(facts, backend)
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    starts_q, starts_k, used, use_used = _dispatch.lengths(where, q.shape[0], k.shape[0], q.device)
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
     _dispatch.attention_kernels().sparse_attention(
         facts,
         backend,
@@ -168,13 +174,10 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
         k,
         v,
         block_indices,
-        starts_q,
-        starts_k,
-        used,
-        use_used,
+        _dispatch.place(where, q.shape[0], k.shape[0], block_size, q.device),
         block_size=block_size,
         softmax_scale=scale,
-        max_seqlen_k=where.max_seqlen_k,
+        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
         schedule=None if edges is None else (edges, tasks, counts, window),
         workspace=scratch[0] if scratch else None,
         workspace_bytes=workspace_bytes,

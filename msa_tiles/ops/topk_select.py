@@ -162,16 +162,18 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
     if score.numel() == 0 or where.num_requests == 0:
         out.fill_(-1)
         return
-    starts_q, starts_k, used, use_used = _dispatch.lengths(where, score.shape[1], None, score.device)
+    at = _dispatch.place(where, score.shape[1], None, block_size, score.device)
     mode = 2 if valid_tensor is not None else int(valid_number is not None)
     kernel(
         score,
-        starts_q,
-        starts_k,
-        used,
-        starts_q if valid_tensor is None else valid_tensor,
+        at.cu_seqlens_q,
+        at.cu_seqlens_k,
+        at.seqused_k,
+        at.q_positions,
+        at.cu_seqlens_q if valid_tensor is None else valid_tensor,
         out,
-        use_used,
+        at.use_seqused,
+        at.use_positions,
         mode,
         valid_number or 0,
         block_size,

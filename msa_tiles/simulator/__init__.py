@@ -1,3 +1,5 @@
 """TileLang simulator."""
+
 from msa_tiles.simulator.kernel import simulate
+
 __all__ = ["simulate"]

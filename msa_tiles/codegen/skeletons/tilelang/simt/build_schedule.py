@@ -20,7 +20,7 @@ several tasks of nearly equal size, so that no CTA works long after the others.
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most
+from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most, last_visible
 
 WARPS = 16  # <- tile.warps
 BLOCKS = 2048  # <- tile.blocks
@@ -46,12 +46,13 @@ def build_schedule(block_size: int):
         "num_kv_heads, total_q, topk, num_requests_1, num_requests"
     )
     num_windows, num_edges, max_tasks = T.dynamic("num_windows, num_edges, max_tasks")
-    ids_head, ids_token = T.dynamic("ids_head, ids_token")
+    ids_head, ids_token, num_positions = T.dynamic("ids_head, ids_token, num_positions")
 
     @T.macro
     def walk(
         write, low, high, lane, warp, window_index, head, first_query, last_query, window, requests,
-        block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, counter, cut, edges,
+        block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
+        counter, cut, edges,
     ):  # fmt: skip
         """Visit this warp's edges whose block number is in [low, high); count them, or write them when `write`."""
         request = T.alloc_local([1], "int32")
@@ -72,7 +73,9 @@ def build_schedule(block_size: int):
                     while query >= cu_seqlens_q[request[0] + 1]:
                         request[0] = request[0] + 1
                     length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
-                    limit = T.min(length - cu_seqlens_q[request[0] + 1] + query, length - 1)
+                    limit = last_visible(
+                        q_positions, use_positions, query, query, length - cu_seqlens_q[request[0] + 1] + query, length
+                    )
                     block = ids[ahead]
                     # Compare before multiplying: a wild id must not overflow into a visible one.
                     if block >= 0 and limit >= 0 and block <= limit // block_size:
@@ -95,10 +98,12 @@ def build_schedule(block_size: int):
         cu_seqlens_q: T.Tensor((num_requests_1,), "int32"),
         cu_seqlens_k: T.Tensor((num_requests_1,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
         edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, max_tasks, 4), "int32"),
         counts: T.Tensor((num_windows, num_kv_heads), "int32"),
         use_seqused: T.int32,
+        use_positions: T.int32,
         window: T.int32,
     ):
         with T.Kernel(num_windows, num_kv_heads, threads=THREADS) as (window_index, head):
@@ -153,7 +158,8 @@ def build_schedule(block_size: int):
                 T.sync_threads()
                 walk(
                     False, low, upper, lane, warp, window_index, head, first_query, last_query, window, requests,
-                    block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, counter, cut, edges,
+                    block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
+        counter, cut, edges,
                 )  # fmt: skip
                 T.sync_threads()
                 # Each thread owns PER_THREAD neighbouring blocks.
@@ -212,7 +218,8 @@ def build_schedule(block_size: int):
                 T.sync_threads()
                 walk(
                     True, low, upper, lane, warp, window_index, head, first_query, last_query, window, requests,
-                    block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, counter, cut, edges,
+                    block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
+        counter, cut, edges,
                 )  # fmt: skip
                 T.sync_threads()
                 low = low + BLOCKS

@@ -13,7 +13,7 @@ the heads is taken on the way into shared memory; it ignores NaN unless every he
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import topk as top
-from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most
+from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
 THREADS = 128  # <- tile.threads
 BATCH = 8  # <- tile.batch
@@ -25,7 +25,7 @@ PASS_CONFIGS = {
 COLUMNS = 32
 WARPS = THREADS // 32
 # CTAs per SM for each list capacity: the list is kept in registers, and the rest has to make do.
-RESIDENT = {8: 5, 16: 5, 32: 3, 64: 2}
+RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 
 
 def bits_below(count):
@@ -46,7 +46,9 @@ def topk_select(topk: int):
     num_index_heads, num_kv_heads, total_q, max_blocks, k = T.dynamic(
         "num_index_heads, num_kv_heads, total_q, max_blocks, k"
     )
-    num_starts, num_requests, num_counts = T.dynamic("num_starts, num_requests, num_counts")
+    num_starts, num_requests, num_positions, num_counts = T.dynamic(
+        "num_starts, num_requests, num_positions, num_counts"
+    )
     score_head, score_token, out_head, out_token = T.dynamic("score_head, score_token, out_head, out_token")
 
     @T.prim_func
@@ -55,9 +57,11 @@ def topk_select(topk: int):
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
         num_valid: T.Tensor((num_counts,), "int32"),
         out: T.StridedTensor((num_kv_heads, total_q, k), (out_head, out_token, 1), "int32"),
         use_seqused: T.int32,
+        use_positions: T.int32,
         valid_mode: T.int32,
         num_valid_scalar: T.int32,
         block_size: T.int32,
@@ -94,8 +98,10 @@ def topk_select(topk: int):
                 if valid_mode == 0:
                     last_at_most(cu_seqlens_q, num_starts - 1, token, request)
                     length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
-                    length = T.min(length - cu_seqlens_q[request[0] + 1] + token + 1, length)
-                    valid = T.truncdiv(T.max(length, 0) + block_size - 1, block_size)
+                    length = last_visible(
+                        q_positions, use_positions, token, token, length - cu_seqlens_q[request[0] + 1] + token, length
+                    )
+                    valid = T.truncdiv(T.max(length + 1, 0) + block_size - 1, block_size)
                 elif valid_mode == 1:
                     valid = num_valid_scalar
                 else:

@@ -18,8 +18,9 @@ The consumer has two score tiles: one is multiplied while the other is reduced. 
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
 from msa_tiles.dsl.tilelang.scores import block_max
-from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most
+from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 4  # <- tile.stages
@@ -36,16 +37,19 @@ TILE = CONSUMERS * ROWS
 GATHER = 32
 
 
-def index_score(head_dim: int, block_size: int):
+def index_score(head_dim: int, block_size: int, pages_per_block: int):
     """Build the kernel for one index dim and block size.
 
-    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim] -> out [num_index_heads, total_q, max_blocks]
-    float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf for a block
-    without one.
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
+    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads, total_q,
+    max_blocks] float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf
+    for a block without one.
     """
-    total_q, total_k, num_index_heads, max_blocks = T.dynamic("total_q, total_k, num_index_heads, max_blocks")
+    total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
-    q_token, q_head, k_token, out_head, out_token = T.dynamic("q_token, q_head, k_token, out_head, out_token")
+    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     @T.macro
     def store_rows(w, warp_row, lane, gathered, first_block, last_block, head, first_token, end_token, out):
@@ -60,7 +64,7 @@ def index_score(head_dim: int, block_size: int):
     @T.macro
     def consume(
         w, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free,
-        head, first_token, end_token, first_limit, length, num_blocks, out,
+        head, first_token, end_token, first_limit, length, num_blocks, q_positions, use_positions, out,
     ):  # fmt: skip
         S_even = T.alloc_fragment([ROWS, block_size], "float32")
         S_odd = T.alloc_fragment([ROWS, block_size], "float32")
@@ -70,9 +74,20 @@ def index_score(head_dim: int, block_size: int):
         phase = T.alloc_var("int32")
         even = T.alloc_var("int32")
         odd = T.alloc_var("int32")
+        row_limit = T.alloc_fragment([ROWS], "int32")
+        least = T.alloc_local([1], "int32")
+        most = T.alloc_local([1], "int32")
         lane = tx % 32
         warp_row = (tx - w * 128) // 32 * 16
-        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
+        for i in T.Parallel(ROWS):
+            row_limit[i] = last_visible(
+                q_positions, use_positions, T.min(first_token + i, end_token - 1), first_token, first_limit, length
+            )
+        tile_limits(
+            q_positions, use_positions, first_token, T.min(first_token + ROWS, end_token) - 1, first_limit, length,
+            least, most,
+        )  # fmt: skip
+        full_blocks = T.max(least[0] + 1, 0) // block_size
         scored = T.min(num_blocks, max_blocks)
         stage = 0
         phase = 0
@@ -95,7 +110,7 @@ def index_score(head_dim: int, block_size: int):
             T.barrier_arrive(k_free[even])
             # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
-            block_max(S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1)
+            block_max(S_even, max_even, row_limit, ROWS, block_size, pair * 2, full_blocks)
             stage = stage + 1
             if stage == STAGES:
                 stage = 0
@@ -106,7 +121,7 @@ def index_score(head_dim: int, block_size: int):
             if pair * 2 + 1 < num_blocks:
                 T.barrier_arrive(k_free[odd])
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
-            block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
+            block_max(S_odd, max_odd, row_limit, ROWS, block_size, pair * 2 + 1, full_blocks)
             for i in T.Parallel(ROWS):
                 gathered[w, i, (pair * 2) % GATHER] = max_even[i]
             for i in T.Parallel(ROWS):
@@ -129,12 +144,15 @@ def index_score(head_dim: int, block_size: int):
     @T.prim_func
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        idx_k: T.StridedTensor((total_k, head_dim), (k_token, 1), ELEMENT),
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
         out: T.StridedTensor((num_index_heads, total_q, max_blocks), (out_head, out_token, 1), "float32"),
         use_seqused: T.int32,
+        use_positions: T.int32,
         causal: T.int32,
     ):
         with T.Kernel(num_index_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (
@@ -151,7 +169,8 @@ def index_score(head_dim: int, block_size: int):
             length = T.alloc_var("int32")
             end_token = T.alloc_var("int32")
             num_blocks = T.alloc_var("int32")
-            first_limit = T.alloc_var("int32")
+            least = T.alloc_local([1], "int32")
+            most = T.alloc_local([1], "int32")
             tx = T.get_thread_binding()
             slot = total_q // TILE + num_starts - 1 - slot_reversed
             last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
@@ -162,13 +181,13 @@ def index_score(head_dim: int, block_size: int):
             if request[0] < num_starts - 1:
                 length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
                 end_token = cu_seqlens_q[request[0] + 1]
-            first_limit = length - end_token + first_token
-            num_blocks = T.ceildiv(
-                T.max(T.min(length - end_token + T.min(first_token + TILE, end_token), length), 0), block_size
-            )
-            if causal == 0:
-                first_limit = length
-                num_blocks = T.ceildiv(length, block_size)
+            first_limit = T.if_then_else(causal == 0, length, length - end_token + first_token)
+            if length > 0:
+                tile_limits(
+                    q_positions, use_positions, first_token, T.min(first_token + TILE, end_token) - 1, first_limit,
+                    length, least, most,
+                )  # fmt: skip
+                num_blocks = T.max(most[0] + block_size, 0) // block_size
             if first_token < end_token:
                 if tx >= CONSUMERS * 128:
                     T.set_max_nreg(PRODUCER_REGISTERS, 0)
@@ -183,23 +202,22 @@ def index_score(head_dim: int, block_size: int):
                         T.barrier_arrive(q_full)
                         for block in T.serial(num_blocks):
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
-                            T.tma_copy(
-                                idx_k[key_row + block * block_size : key_row + block * block_size + block_size, :],
-                                K_shared[block % STAGES, :, :],
-                                barrier=k_full[block % STAGES],
-                            )
+                            load_index_block(
+                                idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
+                                block_size, head_dim, pages_per_block,
+                            )  # fmt: skip
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         0, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token, end_token,
-                        first_limit, length, num_blocks, out,
+                        first_limit, length, num_blocks, q_positions, use_positions, out,
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         1, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token + ROWS,
-                        end_token, first_limit + ROWS, length, num_blocks, out,
+                        end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, out,
                     )  # fmt: skip
 
     return main

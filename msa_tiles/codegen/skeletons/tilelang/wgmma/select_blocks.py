@@ -22,8 +22,9 @@ maximum also runs over the heads.
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import topk as top
+from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
 from msa_tiles.dsl.tilelang.scores import block_max
-from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most
+from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 4  # <- tile.stages
@@ -39,15 +40,18 @@ ROWS = 64
 TILE = CONSUMERS * ROWS
 
 
-def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int):
+def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
     """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
 
-    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim] -> out [num_kv_heads, total_q, k] int32 with
-    k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
+    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
+    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
     """
-    total_q, total_k, num_index_heads, num_kv_heads, k = T.dynamic("total_q, total_k, num_index_heads, num_kv_heads, k")
+    total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
-    q_token, q_head, k_token, out_head, out_token = T.dynamic("q_token, q_head, k_token, out_head, out_token")
+    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     @T.macro
     def rank_pair(
@@ -70,7 +74,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     @T.macro
     def score_pairs(
         w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
-        first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+        row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
     ):  # fmt: skip
         """Two score tiles: the even block's is reduced while the odd one's is multiplied, then the other way round."""
         S_even = T.alloc_fragment([ROWS, block_size], "float32")
@@ -104,7 +108,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                     T.barrier_arrive(k_free[even])
                 # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
                 T.wgmma_gemm(Q_shared[w, r, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
-                block_max(S_even, max_even, ROWS, block_size, pair * 2, full_blocks, first_limit, length - 1)
+                block_max(S_even, max_even, row_limit, ROWS, block_size, pair * 2, full_blocks)
                 if r == heads_per_group - 1:
                     stage = stage + 1
                     if stage == STAGES:
@@ -123,7 +127,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                     T.wgmma_gemm(
                         Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True
                     )
-                block_max(S_odd, max_odd, ROWS, block_size, pair * 2 + 1, full_blocks, first_limit, length - 1)
+                block_max(S_odd, max_odd, row_limit, ROWS, block_size, pair * 2 + 1, full_blocks)
             rank_pair(
                 w, lane, row, max_shared, max_even, max_odd, pair * 2, valid, init_blocks, local_blocks, keys, ids
             )
@@ -132,7 +136,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     @T.macro
     def score_singly(
         w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
-        first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+        row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
     ):  # fmt: skip
         """One score tile at a time, for lists that leave no registers for a second one."""
         S = T.alloc_fragment([ROWS, block_size], "float32")
@@ -151,7 +155,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                 T.wait_wgmma(0)
                 if r == heads_per_group - 1:
                     T.barrier_arrive(k_free[block % STAGES])
-                block_max(S, max_odd, ROWS, block_size, block, full_blocks, first_limit, length - 1)
+                block_max(S, max_odd, row_limit, ROWS, block_size, block, full_blocks)
             if block % 2 == 0:
                 T.copy(max_odd, max_even)
                 T.fill(max_odd, -T.infinity("float32"))
@@ -165,25 +169,38 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     @T.macro
     def consume(
         w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
-        head, first_token, end_token, first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+        head, first_token, end_token, first_limit, length, num_blocks, q_positions, use_positions,
+        init_blocks, local_blocks, order, out,
     ):  # fmt: skip
         keys = T.alloc_local([topk], "int32")
         ids = T.alloc_local([topk], "int32")
+        row_limit = T.alloc_fragment([ROWS], "int32")
+        least = T.alloc_local([1], "int32")
+        most = T.alloc_local([1], "int32")
         lane = tx % 32
         row = (tx - w * 128) // 32 * 16 + lane % 16
-        limit = T.min(first_limit + row, length - 1)
+        token = T.min(first_token + row, end_token - 1)
+        limit = last_visible(q_positions, use_positions, token, first_token, first_limit, length)
         valid = T.if_then_else(limit >= 0, limit // block_size + 1, 0)
-        full_blocks = T.max(T.min(first_limit + 1, length), 0) // block_size
+        for i in T.Parallel(ROWS):
+            row_limit[i] = last_visible(
+                q_positions, use_positions, T.min(first_token + i, end_token - 1), first_token, first_limit, length
+            )
+        tile_limits(
+            q_positions, use_positions, first_token, T.min(first_token + ROWS, end_token) - 1, first_limit, length,
+            least, most,
+        )  # fmt: skip
+        full_blocks = T.max(least[0] + 1, 0) // block_size
         top.clear(keys, ids, topk)
         if topk <= 32:
             score_pairs(
                 w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
-                first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+                row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
             )  # fmt: skip
         else:
             score_singly(
                 w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
-                first_limit, length, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+                row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
             )  # fmt: skip
         top.merge(keys, ids, topk, 16, lane < 16)
         if lane < 16 and first_token + row < end_token:
@@ -192,12 +209,15 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     @T.prim_func
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        idx_k: T.StridedTensor((total_k, head_dim), (k_token, 1), ELEMENT),
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
         out: T.StridedTensor((num_kv_heads, total_q, k), (out_head, out_token, 1), "int32"),
         use_seqused: T.int32,
+        use_positions: T.int32,
         init_blocks: T.int32,
         local_blocks: T.int32,
         order: T.int32,
@@ -213,6 +233,8 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
             request = T.alloc_local([1], "int32")
+            least = T.alloc_local([1], "int32")
+            most = T.alloc_local([1], "int32")
             length = T.alloc_var("int32")
             end_token = T.alloc_var("int32")
             num_blocks = T.alloc_var("int32")
@@ -226,10 +248,13 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             if request[0] < num_starts - 1:
                 length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
                 end_token = cu_seqlens_q[request[0] + 1]
-                num_blocks = T.ceildiv(
-                    T.max(T.min(length - end_token + T.min(first_token + TILE, end_token), length), 0), block_size
-                )
             first_limit = length - end_token + first_token
+            if length > 0:
+                tile_limits(
+                    q_positions, use_positions, first_token, T.min(first_token + TILE, end_token) - 1, first_limit,
+                    length, least, most,
+                )  # fmt: skip
+                num_blocks = T.max(most[0] + block_size, 0) // block_size
             if first_token < end_token:
                 if tx >= CONSUMERS * 128:
                     T.set_max_nreg(PRODUCER_REGISTERS, 0)
@@ -249,23 +274,24 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                         T.barrier_arrive(q_full)
                         for block in T.serial(num_blocks):
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
-                            T.tma_copy(
-                                idx_k[key_row + block * block_size : key_row + block * block_size + block_size, :],
-                                K_shared[block % STAGES, :, :],
-                                barrier=k_full[block % STAGES],
-                            )
+                            load_index_block(
+                                idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
+                                block_size, head_dim, pages_per_block,
+                            )  # fmt: skip
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         0, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token, end_token,
-                        first_limit, length, num_blocks, init_blocks, local_blocks, order, out,
+                        first_limit, length, num_blocks, q_positions, use_positions, init_blocks, local_blocks, order,
+                        out,
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + ROWS,
-                        end_token, first_limit + ROWS, length, num_blocks, init_blocks, local_blocks, order, out,
+                        end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
+                        local_blocks, order, out,
                     )  # fmt: skip
 
     return main

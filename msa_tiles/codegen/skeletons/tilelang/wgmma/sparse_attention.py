@@ -23,20 +23,22 @@ A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in
 (8 is the least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
 
 Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. The last tile of a task repeats its last
-edge; both copies write the same bytes. Tasks are (first key row, first edge, number of edges, valid rows << 1 | cut),
-where cut says that some edge sees only a part of the block, and valid rows end with the request's keys.
+edge; both copies write the same bytes. Tasks are (row where the block begins, first edge, number of edges,
+valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid rows end with the
+request's keys.
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.keys import block_keys, load_block
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 5  # <- tile.stages
 AHEAD = 2  # <- tile.ahead
 CONSUMERS = 2  # <- tile.consumers
-PRODUCER_REGISTERS = 24  # <- tile.producer_registers
-CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
+PRODUCER_REGISTERS = 56  # <- tile.producer_registers
+CONSUMER_REGISTERS = 224  # <- tile.consumer_registers
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_safe_memory_legalize": True,
@@ -47,7 +49,7 @@ ROWS = 64
 LN_2 = 0.6931471805599453
 
 
-def sparse_attention(head_dim: int, block_size: int, group: int):
+def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
     """Build the kernel for one head dim, block size and number of query heads per KV head.
 
     The kernel takes q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], the window's
@@ -58,9 +60,12 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
     queries = ROWS // rows_per_query
     halves = head_dim // 64
 
-    total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
+    total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
+    num_tables, max_pages, table_stride = T.dynamic("num_tables, max_pages, table_stride")
     num_windows, window, topk, num_edges, num_tasks = T.dynamic("num_windows, window, topk, num_edges, num_tasks")
-    q_token, q_head, k_token, k_head, v_token, v_head = T.dynamic("q_token, q_head, k_token, k_head, v_token, v_head")
+    q_token, q_head = T.dynamic("q_token, q_head")
+    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
+    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
 
     @T.macro
     def consume(
@@ -178,8 +183,9 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
     @T.prim_func
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        k: T.StridedTensor((total_k, num_kv_heads, head_dim), (k_token, k_head, 1), ELEMENT),
-        v: T.StridedTensor((total_k, num_kv_heads, head_dim), (v_token, v_head, 1), ELEMENT),
+        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
+        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 4), "int32"),
         counts: T.Tensor((num_windows, num_kv_heads), "int32"),
@@ -257,11 +263,31 @@ def sparse_attention(head_dim: int, block_size: int, group: int):
                                 task_shared[0] = claim
                                 task_shared[1] = head
                             if running > 0:
-                                T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
+                                load_block(
+                                    k,
+                                    page_table,
+                                    key_row,
+                                    head,
+                                    K_shared,
+                                    k_full,
+                                    block_size,
+                                    head_dim,
+                                    pages_per_block,
+                                )
                             T.barrier_arrive(k_full)
                             if running > 0:
                                 T.barrier_wait(v_free, (turn & 1) ^ 1)
-                                T.tma_copy(v[key_row : key_row + block_size, head, :], V_shared, barrier=v_full)
+                                load_block(
+                                    v,
+                                    page_table,
+                                    key_row,
+                                    head,
+                                    V_shared,
+                                    v_full,
+                                    block_size,
+                                    head_dim,
+                                    pages_per_block,
+                                )
                                 T.barrier_arrive(v_full)
                         for w in T.unroll(CONSUMERS):
                             if (round * CONSUMERS + w) * queries < num:
