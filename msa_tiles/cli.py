@@ -24,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # bad specs and bad calls explain themselves in one sentence
         console.complain(f"msa-tiles: {error}")
         return 2
+    except OSError as error:  # a path that cannot be read or written
+        if error.filename is None:
+            raise
+        console.complain(f"msa-tiles: {error.filename}: {error.strerror}")
+        return 2
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from msa_tiles.commands.support import is_generated
 from msa_tiles.runtime import evidence
 from msa_tiles.runtime.registry import Registry
 
@@ -21,7 +22,7 @@ def table(registry: Registry) -> str:
     lines = ["| operator | DSL | target | precision | verified on |", "|---|---|---|---|---|"]
     for cell in registry.cells:
         where = "not yet"
-        if evidence.is_verified(cell, verified):
+        if is_generated(cell) and evidence.is_verified(cell, verified):
             entry = verified[cell.id]
             where = f"{entry['card']}, {entry['date']}"
         lines.append(f"| `{cell.op}` | {cell.dsl} | {cell.target} | {cell.precision} | {where} |")

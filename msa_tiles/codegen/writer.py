@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.codegen.contract import header
+from msa_tiles.codegen.contract import MADE_BY, header
 from msa_tiles.codegen.digest import digest_of, recorded_digest
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
@@ -31,9 +31,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Changes:
+    """What a run did, by path below the output directory. ``kept`` are orphans that the generator did not write."""
+
     written: tuple[str, ...]
     deleted: tuple[str, ...]
     unchanged: int
+    kept: tuple[str, ...] = ()
 
 
 def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) -> Generated:
@@ -55,17 +58,19 @@ def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> 
 
 
 def write(generated: Generated, out: Path, selection: Selection | None = None) -> Changes:
-    """Bring `out` up to date. Only a run over all cells deletes orphans."""
+    """Bring `out` up to date. Only a run over all cells deletes orphans, and only those that were generated."""
     selection = selection or Selection()
     wanted = _wanted(generated, out, selection)
     changed = [path for path, text in wanted.items() if _read(out / path) != text]
     for path in changed:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         (out / path).write_text(wanted[path], encoding="utf-8", newline="\n")
-    deleted = _orphans(generated, out) if selection.everything else []
+    orphans = _orphans(generated, out) if selection.everything else []
+    deleted = [path for path in orphans if (_read(out / path) or "").startswith(f"# {MADE_BY} ")]
     for path in deleted:
         (out / path).unlink()
-    return Changes(tuple(changed), tuple(deleted), len(wanted) - len(changed))
+    kept = tuple(path for path in orphans if path not in deleted)
+    return Changes(tuple(changed), tuple(deleted), len(wanted) - len(changed), kept)
 
 
 def drift(generated: Generated, out: Path, selection: Selection | None = None) -> list[str]:
@@ -94,8 +99,11 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
     """The new index; cells outside the selection keep their present entry, because their files stay as they are."""
     if selection.everything:
         return generated.index
-    present = json.loads(_read(out / INDEX) or '{"cells": []}')
-    kept = {cell["id"]: cell for cell in present["cells"]}
+    try:
+        present = json.loads(_read(out / INDEX) or '{"cells": []}')
+        kept = {cell["id"]: cell for cell in present["cells"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{out / INDEX} is no index of kernels; run `msa-tiles generate` without filters") from error
     cells = [
         cell if selection.holds(cell["id"]) else kept[cell["id"]]
         for cell in generated.index["cells"]

@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, frozenset(args.feature))
     decision = decide(call, device, registry, args.backend)
+    if args.device is None and name != "cuda":
+        console.say(f"no CUDA device here: as if on {name}")
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
     console.say(f"{args.op} on {device}: {args.precision}, {variant_text(call.variant)}{needs}")
     for candidate in decision.candidates:

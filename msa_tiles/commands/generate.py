@@ -51,5 +51,7 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"wrote {args.out}/{path}")
     for path in changes.deleted:
         console.say(f"deleted {args.out}/{path}, which no spec asks for")
+    for path in changes.kept:
+        console.complain(f"kept {args.out}/{path}, which no spec asks for, because it was not generated")
     console.say(f"{count} kernels, {len(changes.written)} files written, {changes.unchanged} unchanged")
     return 0

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filters_of
+from msa_tiles.commands._options import add_filters, filter_text, filters_of
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.registry import Cell, Registry
@@ -24,7 +24,11 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
-    rows = [describe(cell, registry) for cell in registry.select(**filters_of(args))]
+    cells = registry.select(**filters_of(args))
+    if not cells and not args.json:
+        console.complain(f"msa-tiles support: no cell matches {filter_text(filters_of(args))}".rstrip())
+        return 2
+    rows = [describe(cell, registry) for cell in cells]
     if args.json:
         console.say(json.dumps(rows, indent=1))
         return 0
@@ -39,10 +43,12 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
     """One cell as `support --json` prints it."""
     from msa_tiles.runtime import evidence
 
+    # Of a file that is not what the index says, nothing else is known: what ran under its digest was another kernel.
+    generated = is_generated(cell)
     flags = {
-        "generated": is_generated(cell),
-        "compiled": evidence.is_compiled(cell, registry.targets[cell.target]),
-        "verified": evidence.is_verified(cell, evidence.read_verified(registry.directory)),
+        "generated": generated,
+        "compiled": generated and evidence.is_compiled(cell, registry.targets[cell.target]),
+        "verified": generated and evidence.is_verified(cell, evidence.read_verified(registry.directory)),
     }
     return {
         "op": cell.op,
@@ -62,6 +68,6 @@ def is_generated(cell: Cell) -> bool:
 
     try:
         text = cell.file.read_text(encoding="utf-8")
-    except OSError:
+        return digest_of(text, cell.dsl) == recorded_digest(text) == cell.digest
+    except (OSError, SyntaxError, UnicodeDecodeError):
         return False
-    return digest_of(text, cell.dsl) == recorded_digest(text) == cell.digest

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, filters_of
+from msa_tiles.commands.support import is_generated
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
         for cell in registry.select(**filters_of(args))
         if cell.target == facts.target and not (args.stale and evidence.is_verified(cell, verified))
     ]
+    if drifted := [cell.id for cell in chosen if not is_generated(cell)]:
+        # Otherwise the evidence of one kernel would stand under the digest of another.
+        console.complain(f"msa-tiles verify: edited since `msa-tiles generate` ran: {', '.join(drifted)}")
+        return 2
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")

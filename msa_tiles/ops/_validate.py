@@ -86,6 +86,11 @@ def integer(name: str, value: Any, least: int) -> None:
         refuse(name, str(value), f"at least {least}")
 
 
+def boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse_type(name, type(value).__name__, "True or False")
+
+
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         refuse(name, repr(value), f"one of {', '.join(repr(choice) for choice in choices)}")

@@ -47,6 +47,7 @@ def index_score(
     if idx_k.shape[-1] != head_dim:
         _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
     _validate.integer("block_size", block_size, 1)
+    _validate.boolean("causal", causal)
     _validate.one_of("layout", layout, _validate.LAYOUTS)
     _validate.scale("q_scale", q_scale)
     _validate.scale("k_scale", k_scale)

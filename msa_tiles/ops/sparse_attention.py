@@ -51,6 +51,8 @@ def sparse_attention(
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
     """
     total_q, num_q_heads, head_dim = _validate.floating("q", q, "[T, Hq, D]").shape
+    if head_dim == 0:
+        _validate.refuse("q", "head dim 0", "at least 1")
     keys_dims = "[Tk, Hkv, D]" if page_table is None else "[pages, Hkv, page, D]"
     for name, value in (("k", k), ("v", v)):
         _validate.floating(name, value, keys_dims, q, "q")

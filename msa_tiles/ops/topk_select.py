@@ -107,6 +107,8 @@ def selection(
     _validate.integer("init_blocks", init_blocks, 0)
     _validate.integer("local_blocks", local_blocks, 0)
     _validate.one_of("order", order, tuple(ORDERS))
+    if num_heads == 0:
+        _validate.refuse(name, "0 index heads", "at least 1")
     if num_kv_heads is None:
         return num_heads
     _validate.integer("num_kv_heads", num_kv_heads, 1)

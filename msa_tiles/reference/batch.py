@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,10 +85,11 @@ def read_batch(
 
     ``total_k`` is the number of flat key rows, ``page_size`` the page length of paged keys; with neither, only lengths
     matter and a request without a key length has as many keys as queries. The host bounds ``max_seqlen_*`` are accepted
-    and not needed. Raises ``ValueError`` when the key lengths of several requests cannot be known.
+    and not needed. Raises ``ValueError`` when the key lengths of several requests cannot be known, and for cumulative
+    lengths that fall.
     """
     del max_seqlen_q, max_seqlen_k
-    starts_q = [0, total_q] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    starts_q = [0, total_q] if cu_seqlens_q is None else _starts("cu_seqlens_q", cu_seqlens_q)
     num_requests = len(starts_q) - 1
     lengths_q = [starts_q[b + 1] - starts_q[b] for b in range(num_requests)]
     key_rows, num_keys = _key_lengths(lengths_q, total_k, page_size, cu_seqlens_k, page_table, seqused_k)
@@ -110,6 +112,14 @@ def read_batch(
     return Batch(tuple(requests), request.to(device), position.to(device), limit.to(device))
 
 
+def _starts(name: str, cumulative: Tensor) -> list[int]:
+    starts = cumulative.tolist()
+    for before, after in pairwise(starts):
+        if after < before:
+            raise ValueError(f"{name}: got {after} after {before}; wanted sorted values")
+    return starts
+
+
 def _key_lengths(
     lengths_q: list[int],
     total_k: int | None,
@@ -127,7 +137,7 @@ def _key_lengths(
         capacity = page_table.shape[1] * page_size
         return [0] * num_requests, [min(max(length, 0), capacity) for length in used]
     if cu_seqlens_k is not None:
-        starts = cu_seqlens_k.tolist()
+        starts = _starts("cu_seqlens_k", cu_seqlens_k)
         room = [starts[b + 1] - starts[b] for b in range(num_requests)]
         if used is None:
             return starts[:-1], room

@@ -37,7 +37,8 @@ class Mbarrier:
         self.arrived = 0
         self.phase = 0
         self.bytes = 0
-        self.loads: list[Callable[[], None]] = []
+        self.loads: list[Callable[[], None]] = []  # on their way
+        self.loaded = False
         self._gathered = np.zeros(order.agents, np.int32)
         self.published = np.zeros(order.agents, np.int32)
 
@@ -60,6 +61,7 @@ class Mbarrier:
     def expect(self, size: int) -> int:
         """A TMA load announces its bytes; the clock of its writes."""
         self.bytes += size
+        self.loaded = True
         self.order.clock[self.agent] += 1
         return int(self.order.clock[self.agent])
 
@@ -81,9 +83,7 @@ class Mbarrier:
 
     def state(self) -> str:
         """`k_full[0]: phase 2, 0 of 128 arrived, 4096 bytes outstanding`."""
-        return (
-            f"{self.name}: phase {self.phase}, {self.arrived} of {self.count} arrived, {self.bytes} bytes outstanding"
-        )
+        return f"{self.name}: phase {self.phase}, {self.arrived} of {self.count} arrived, {self.bytes} bytes outstanding"
 
 
 @dataclass

@@ -88,6 +88,7 @@ def read(frame: Frame, box: Box, agents: Any) -> np.ndarray:
     if isinstance(memory, Fragment):
         memory.own(frame)
         memory.may_read()
+        memory.use()
         memory.must_be_written(memory.complete or memory.written[box.slices])
     return memory.array[box.slices].reshape(box.squeezed)
 
@@ -106,6 +107,8 @@ def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
     memory.array[box.slices] = values.reshape(box.extent)
     if isinstance(memory, Fragment):
         memory.mark(box.slices)
+        if box.extent == memory.shape:
+            memory.products = []
 
 
 def copy(frame: Frame, source: Box, target: Box) -> None:

@@ -107,6 +107,6 @@ class Cta:
         Raises InFlightError.
         """
         for barrier in self.slots():
-            if barrier.loads:
-                raise InFlightError(f"CTA {self.index} ends before the TMA loads of {barrier.name} have landed")
+            if barrier.loaded and self.order.knows[:, barrier.agent].max() < self.order.clock[barrier.agent]:
+                raise InFlightError(f"CTA {self.index} ends and nobody has waited for the TMA loads of {barrier.name}")
         self.land_stores()

@@ -12,6 +12,7 @@ import numpy as np
 
 from msa_tiles.simulator.dtypes import scalar
 from msa_tiles.simulator.errors import DivergenceError
+from msa_tiles.simulator.lanes import MAPPED
 
 if TYPE_CHECKING:
     from msa_tiles.simulator.cta import Cta
@@ -40,10 +41,10 @@ class Frame:
     """What a statement needs to run: the threads, their variables, and which of them are active.
 
     lanes: place of the threads in their role, None for the whole role. mask: active lanes, None for all of them.
-    shape: the lanes' shape. agents: who accesses shared memory, see `order.Order`.
+    shape: the lanes' shape. agents and threads: who accesses shared memory, see `order.Order` and `lanes.Lanes`.
     """
 
-    __slots__ = ("agents", "at", "cta", "lanes", "mask", "role", "shape", "tid", "variables", "warps")
+    __slots__ = ("agents", "at", "cta", "lanes", "mask", "role", "shape", "threads", "tid", "variables", "warps")
 
     def __init__(self, role: Role, variables: list[Any], tid: np.ndarray, lanes: np.ndarray | None) -> None:
         self.role = role
@@ -55,6 +56,7 @@ class Frame:
         self.shape: tuple[int, ...] = tid.shape
         self.warps = np.unique(tid // WARP)
         self.agents: Any = int(self.warps[0]) if len(self.warps) == 1 else tid // WARP
+        self.threads: Any = tid
         self.at: Any = None
 
     def split(self, chosen: np.ndarray) -> Frame:
@@ -72,6 +74,7 @@ class Frame:
         child.role, child.cta, child.variables = self.role, self.cta, list(self.variables)
         child.tid, child.lanes, child.warps = self.tid, self.lanes, self.warps
         child.mask, child.shape, child.agents, child.at = None, shape, agents, self.at
+        child.threads = MAPPED
         return child
 
     def active(self) -> np.ndarray:

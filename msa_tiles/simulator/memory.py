@@ -186,11 +186,13 @@ class Fragment:
         self.complete = False
         self.accumulating = 0
         self.multiplying = 0
+        self.products: list[Any] = []  # the wgmmas whose sum this is
         self.role: Any = None
 
     def load(self, frame: Frame, index: Index) -> Any:
         self.own(frame)
         self.may_read()
+        self.use()
         checked, same = inside(frame, index, self.shape, self.name)
         where = tuple(checked)
         if not self.complete:
@@ -210,6 +212,8 @@ class Fragment:
             *places, values = active_lanes(frame, [*checked, value])
             where = tuple(places)
             scatter(self.array, where, values, self.name)
+            if values.size == self.array.size:
+                self.products = []
         self.mark(where)
 
     def mark(self, where: Any) -> None:
@@ -224,6 +228,14 @@ class Fragment:
             self.role = frame.role
         elif self.role is not frame.role:
             raise DivergenceError(f"{self.name}: {frame.role.name} use a fragment of {self.role.name}")
+
+    def use(self) -> None:
+        """Somebody looks at the value, so the wgmmas that made it must have been right.
+
+        Raises RaceError.
+        """
+        for product in self.products:
+            product.use()
 
     def may_read(self) -> None:
         """Raises InFlightError."""

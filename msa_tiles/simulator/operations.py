@@ -141,7 +141,12 @@ def _storage_sync(compiler: Expressions, node: Any) -> Built:
 def _sync_warp(compiler: Expressions, node: Any) -> Built:
     if node.args:
         raise UnsupportedError(f"sync_warp with a mask: {node}")
-    return lambda f: intrinsics.full_warps(f, "sync_warp"), False, False
+
+    def run(f: Frame) -> None:
+        intrinsics.full_warps(f, "sync_warp")
+        f.cta.order.epoch[np.unique(f.active() // WARP)] += 1
+
+    return run, False, False
 
 
 def _fence(compiler: Expressions, node: Any) -> Built:

@@ -29,6 +29,8 @@ class Order:
         self.knows = np.zeros((warps, self.agents), np.int32)
         own = np.arange(warps)
         self.knows[own, own] = 1
+        # Counts what puts the lanes of a warp in order: sync_warp and the barriers.
+        self.epoch = np.zeros(warps, np.int32)
         self._teams: dict[tuple[int, ...], int] = {}
         self._members: dict[int, np.ndarray] = {}
 
@@ -77,5 +79,6 @@ class Order:
         return published
 
     def acquire(self, warps: np.ndarray, published: np.ndarray) -> None:
-        """These warps learn what was published."""
+        """These warps learn what was published; their lanes are in order as well."""
+        self.epoch[warps] += 1
         self.knows[warps] = np.maximum(self.knows[warps], published)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,4 +114,8 @@ class Scheduler:
 
 
 def _place(node: Any) -> str:
-    return "at the start" if node is None else f"at {str(node).strip().splitlines()[0]}"
+    if node is None:
+        return "at the start"
+    # The printer declares what a statement names before the statement itself.
+    lines = [line for line in str(node).splitlines() if not re.match(r"\s*\w+ = T\.\w+\(", line)]
+    return f"at {lines[0].strip()}" if lines else "at a declaration"

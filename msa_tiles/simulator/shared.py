@@ -6,17 +6,22 @@ which changes nothing and makes the value that agent's as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from msa_tiles.simulator.dtypes import bits, poisoned, scalar
 from msa_tiles.simulator.errors import ProxyFenceError, RaceError, UninitialisedError
 from msa_tiles.simulator.frame import WARP, Frame
+from msa_tiles.simulator.lanes import MAPPED, SEVERAL, Lanes
 from msa_tiles.simulator.memory import Index, active_lanes, inside, scatter
 from msa_tiles.simulator.order import Order
 
+if TYPE_CHECKING:
+    from msa_tiles.simulator.wgmma import Wgmma
+
 UNFENCED = np.iinfo(np.int32).max
+NO_BARRIER = "and no barrier is between"
 
 
 class SharedMemory:
@@ -32,66 +37,83 @@ class SharedMemory:
         # Clock at which the writer published the value to the async proxy; 0 when no generic write is behind it.
         self.fence = np.zeros((2, size), np.int32)
         self.reads = np.zeros((order.readers, size), np.int32)
+        self.lanes = Lanes(size, order)
         self.unfenced: dict[int, list[np.ndarray]] = {}
+        # By agent: the last wgmma that reads each element, as a place in the list.
+        self._products: list[Wgmma] = []
+        self._multiplied: dict[int, np.ndarray] = {}
 
     def load(self, frame: Frame, index: Index) -> Any:
         checked, same = inside(frame, index, self.shape, self.name)
-        if same:
-            place = self._flat(checked)
-            self.check_read(np.array([place]), self._whole_agents(frame))
-            return scalar(self.array[place])
         place = self._flat(checked)
-        if frame.mask is None and np.shape(place) == frame.shape:
-            places, agents = place.reshape(-1), self._lane_agents(frame)
-            if isinstance(agents, np.ndarray):
-                agents = np.broadcast_to(agents, frame.shape).reshape(-1)
+        if same and isinstance(frame.agents, np.ndarray):
+            # All active warps read one element.
+            readers = frame.active() // WARP if frame.threads is not MAPPED else frame.agents
+            for agent in np.unique(readers).tolist():
+                self.check_read(np.array([place]), agent, SEVERAL)
         else:
-            places, agents = active_lanes(frame, [place, frame.agents])
-            if not isinstance(frame.agents, np.ndarray):
-                agents = frame.agents
-        self.check_read(places, agents)
-        return self.array[place]
+            self.check_read(*self._lanes(frame, place))
+        return scalar(self.array[place]) if same else self.array[place]
 
     def store(self, frame: Frame, index: Index, value: Any) -> None:
         checked, _ = inside(frame, index, self.shape, self.name)
-        places, values, agents = active_lanes(frame, [self._flat(checked), value, frame.agents])
-        self.write(places, agents if isinstance(frame.agents, np.ndarray) else frame.agents, values)
+        places, agents, threads = self._lanes(frame, self._flat(checked))
+        (values,) = active_lanes(frame, [value])
+        self.write(places, agents, values, threads)
 
-    def write(self, places: np.ndarray, agents: Any, values: np.ndarray) -> None:
+    def _lanes(self, frame: Frame, place: Any) -> tuple[np.ndarray, Any, Any]:
+        """Places, agents and threads of the active lanes."""
+        (places,) = active_lanes(frame, [place])
+        agents, threads = (
+            active_lanes(frame, [who])[0] if isinstance(who, np.ndarray) else who
+            for who in (frame.agents, frame.threads)
+        )
+        return places, agents, threads
+
+    def write(self, places: np.ndarray, agents: Any, values: np.ndarray, threads: Any = MAPPED) -> None:
         """A generic write, by one agent or by one agent an element; what it does not change is no write."""
         before = self.array[places]
         scatter(self.array, (places,), values, self.name)
-        changed = bits(before) != bits(self.array[places])
-        one = not isinstance(agents, np.ndarray)
-        fresh = changed | (self.clock[0, places] == 0)
-        self._write_again(places[~fresh], agents if one else agents[~fresh])
-        places, agents = places[fresh], agents if one else agents[fresh]
+        fresh = (bits(before) != bits(self.array[places])) | (self.clock[0, places] == 0)
+        self._write_again(places[~fresh], _some(agents, ~fresh))
+        places, agents, threads = places[fresh], _some(agents, fresh), _some(threads, fresh)
         if len(places) == 0:
             return
         self.check_write(places, agents, "a store")
+        bad = self.lanes.write(places, agents, threads)
+        if bad.any():
+            raise RaceError(
+                f"{self.name}{self._at(places, bad)}: one lane of {self._who(agents, bad)} stores what another lane "
+                "accesses, and no sync_warp is between"
+            )
         self.writer[:, places] = agents
         self.clock[:, places] = self.order.clock[agents]
         self.fence[:, places] = UNFENCED
         self._note_unfenced(places, agents)
+
+    def write_async(self, places: np.ndarray, agent: int, clock: int) -> None:
+        """A TMA load owns these elements from now on; until it lands they hold poison."""
+        self.array[places] = poisoned(places.shape, self.dtype)
+        self.lanes.forget(places)
+        self.writer[:, places] = agent
+        self.clock[:, places] = clock
+        self.fence[:, places] = 0
 
     def _write_again(self, places: np.ndarray, agents: Any) -> None:
         """The same bytes once more: keep the agent as a second author where it does not know the first."""
         if len(places) == 0:
             return
         unknown = self._unknown(0, places, self.order.knowledge(agents))
-        places = places[unknown]
-        agents = agents[unknown] if isinstance(agents, np.ndarray) else agents
+        places, agents = places[unknown], _some(agents, unknown)
         self.writer[1, places] = agents
         self.clock[1, places] = self.order.clock[agents]
         self.fence[1, places] = UNFENCED
         self._note_unfenced(places, agents)
 
     def _note_unfenced(self, places: np.ndarray, agents: Any) -> None:
-        if isinstance(agents, np.ndarray):
-            for agent in np.unique(agents):
-                self.unfenced.setdefault(int(agent), []).append(places[agents == agent])
-        elif len(places):
-            self.unfenced.setdefault(agents, []).append(places)
+        for agent in np.unique(agents).tolist():
+            mine = places[agents == agent] if isinstance(agents, np.ndarray) else places
+            self.unfenced.setdefault(agent, []).append(mine)
 
     def publish(self, agent: int) -> None:
         """fence_proxy_async by an agent: its writes so far are visible to the async proxy."""
@@ -100,34 +122,36 @@ class SharedMemory:
                 mine = places[(self.writer[author, places] == agent) & (self.fence[author, places] == UNFENCED)]
                 self.fence[author, mine] = self.order.clock[agent]
 
-    def check_read(self, places: np.ndarray, agents: Any) -> None:
+    def check_read(self, places: np.ndarray, agents: Any, threads: Any = MAPPED) -> None:
         """A generic read, by one agent or by one agent an element.
 
         Raises UninitialisedError, RaceError.
         """
-        if not self.clock[0, places].all():
-            raise UninitialisedError(f"{self.name}{self._at(places, self.clock[0, places] == 0)}: nobody wrote it")
-        if isinstance(agents, tuple):  # all of these warps read the same elements
-            for agent in agents:
-                self.check_read(places, agent)
-            return
+        empty = self.clock[0, places] == 0
+        if empty.any():
+            raise UninitialisedError(f"{self.name}{self._at(places, empty)}: read before it was written")
         bad = self.unordered(places, self.order.knowledge(agents))
         if bad.any():
             raise RaceError(
                 f"{self.name}{self._at(places, bad)}: {self._who(agents, bad)} reads what "
-                f"{self._author(places, bad)} wrote, and no barrier is between"
+                f"{self._author(places, bad)} wrote, {NO_BARRIER}"
+            )
+        bad = self.lanes.read(places, agents, threads)
+        if bad.any():
+            raise RaceError(
+                f"{self.name}{self._at(places, bad)}: one lane of {self._who(agents, bad)} reads what another lane "
+                "stored, and no sync_warp is between"
             )
         self.reads[agents, places] = self.order.clock[agents]
 
-    def check_write(self, places: np.ndarray, agents: Any, what: str, knows: np.ndarray | None = None) -> None:
+    def check_write(self, places: np.ndarray, agents: Any, what: str) -> None:
         """Raises RaceError when an earlier access is not known to be over."""
-        if knows is None:
-            knows = self.order.knowledge(agents)
+        knows = self.order.knowledge(agents)
         bad = self.unordered(places, knows)
         if bad.any():
             raise RaceError(
                 f"{self.name}{self._at(places, bad)}: {what} of {self._who(agents, bad)} over what "
-                f"{self._author(places, bad)} wrote, and no barrier is between"
+                f"{self._author(places, bad)} wrote, {NO_BARRIER}"
             )
         known = np.moveaxis(knows, -1, 0)[: self.order.readers]
         late = self.reads[:, places] > (known[:, None] if known.ndim == 1 else known)
@@ -138,8 +162,31 @@ class SharedMemory:
             reader = int(late.any(1).argmax())
             raise RaceError(
                 f"{self.name}{self._at(places, late.any(0))}: {what} of {self._who(agents, late.any(0))} over what "
-                f"{self._agent(reader)} reads, and no barrier is between"
+                f"{self._agent(reader)} reads, {NO_BARRIER}"
             )
+
+        self._spoil_products(places, knows, what)
+
+    def note_product(self, product: Wgmma, places: np.ndarray, agents: Any) -> None:
+        """A wgmma reads these elements until it retires."""
+        self._products.append(product)
+        for agent in np.unique(agents).tolist():
+            mine = places[agents == agent] if isinstance(agents, np.ndarray) else places
+            numbers = self._multiplied.setdefault(agent, np.full(len(self.array), -1, np.int32))
+            numbers[mine] = len(self._products) - 1
+
+    def _spoil_products(self, places: np.ndarray, knows: np.ndarray, what: str) -> None:
+        """A write that does not know a wgmma to be over spoils its result; which is an error once somebody uses it."""
+        for agent, numbers in self._multiplied.items():
+            reading = numbers[places]
+            for number in np.unique(reading[reading >= 0]).tolist():
+                known = knows[agent] if knows.ndim == 1 else knows[reading == number, agent].min()
+                product = self._products[number]
+                if known < product.retired_at(agent):
+                    product.spoil(
+                        f"{self.name}{self._at(places, reading == number)}: {what} over what a wgmma of "
+                        f"{self._agent(agent)} reads; the barrier between must come after wait_wgmma"
+                    )
 
     def check_published(self, places: np.ndarray, knows: np.ndarray, what: str) -> None:
         """Raises ProxyFenceError when the async proxy meets generic writes without a fence of their author."""
@@ -170,17 +217,6 @@ class SharedMemory:
             place = place * extent + i
         return place
 
-    def _lane_agents(self, frame: Frame) -> Any:
-        return frame.agents
-
-    def _whole_agents(self, frame: Frame) -> Any:
-        """Who reads one element together."""
-        if not isinstance(frame.agents, np.ndarray):
-            return frame.agents
-        if frame.shape == frame.tid.shape:
-            return tuple(np.unique(frame.active() // WARP).tolist())
-        return tuple(np.unique(frame.agents).tolist())
-
     def _at(self, places: np.ndarray, bad: np.ndarray) -> str:
         return "[" + ", ".join(str(int(i)) for i in np.unravel_index(places[bad].flat[0], self.shape)) + "]"
 
@@ -194,3 +230,8 @@ class SharedMemory:
         if agent < self.order.warps:
             return f"warp {agent}"
         return "a TMA load" if agent >= self.order.readers else "a group of warps"
+
+
+def _some(values: Any, chosen: np.ndarray) -> Any:
+    """The chosen of an array's elements; a single agent or thread stays."""
+    return values[chosen] if isinstance(values, np.ndarray) else values

@@ -6,33 +6,42 @@ from typing import Any
 
 import numpy as np
 
-from msa_tiles.simulator.boxes import Box, team
-from msa_tiles.simulator.errors import UnsupportedError
+from msa_tiles.simulator.boxes import Box, row_agents, team
+from msa_tiles.simulator.errors import RaceError, UnsupportedError
 from msa_tiles.simulator.frame import Frame
 from msa_tiles.simulator.memory import Fragment
 from msa_tiles.simulator.shared import SharedMemory
 
 WARPGROUP = 4
+NEVER = np.iinfo(np.int32).max
 
 
 class Wgmma:
     """One issued product C = A B, or C += A B; a commit group of its own."""
 
-    def __init__(self, frame: Frame, a: Box, b: Box, c: Box, transpose_a: bool, transpose_b: bool, clear: bool) -> None:
+    def __init__(
+        self, frame: Frame, a: Box, b: Box, c: Box, transpose_a: bool, transpose_b: bool, clear: bool
+    ) -> None:
         warps = frame.whole_warps("wgmma")
         if len(warps) % WARPGROUP or warps[0] % WARPGROUP:
             raise UnsupportedError(f"wgmma by {len(warps)} warps: wanted whole warpgroups")
         if not isinstance(c.memory, Fragment) or not isinstance(b.memory, SharedMemory):
             raise UnsupportedError(f"wgmma {a.memory.name} x {b.memory.name} -> {c.memory.name}: wrong kinds of memory")
-        order = frame.cta.order
-        self.knows = order.knowledge(team(frame, "wgmma"))
+        self.order = frame.cta.order
+        self.team = team(frame, "wgmma")
+        self.knows = self.order.knowledge(self.team)
         self.a, self.b, self.c = a, b, c
         self.transposed = transpose_a, transpose_b
         self.clear = clear
-        self.accumulator, self.old = c.memory, None
+        self.accumulator = c.memory
+        self.used = False
+        self.spoiled = ""
+        self._retired: np.ndarray | None = None
         self._take_accumulator(frame)
-        for operand in (a, b):
-            self._check_operand(frame, operand)
+        # A warp multiplies its own rows of A, and all of B.
+        rows = None if transpose_a else row_agents(frame, a.extent[-2])
+        self._check_operand(frame, a, self.team if rows is None else np.repeat(rows, a.extent[-1]))
+        self._check_operand(frame, b, self.team)
 
     def _take_accumulator(self, frame: Frame) -> None:
         memory = self.accumulator
@@ -43,13 +52,14 @@ class Wgmma:
             memory.must_be_written(memory.complete or memory.written[self.c.slices])
         memory.accumulating += 1
 
-    def _check_operand(self, frame: Frame, operand: Box) -> None:
+    def _check_operand(self, frame: Frame, operand: Box, agents: Any) -> None:
         memory = operand.memory
         if isinstance(memory, SharedMemory):
             places = operand.places
             # What is not in order is poison, see _operand: its product may still be thrown away.
             ordered = places[~memory.unordered(places, self.knows)]
             memory.check_published(ordered, self.knows, "a wgmma operand")
+            memory.note_product(self, places, agents)
         elif isinstance(memory, Fragment):
             memory.own(frame)
             memory.may_read()
@@ -70,8 +80,32 @@ class Wgmma:
         memory.array[where] = product if self.clear else memory.array[where] + product
         memory.mark(where)
         memory.accumulating -= 1
+        memory.products = [self] if self.clear else [*memory.products, self]
+        self._retired = self.order.clock.copy()
         if isinstance(self.a.memory, Fragment):
             self.a.memory.multiplying -= 1
+
+    def retired_at(self, agent: int) -> int:
+        """The clock of an agent when this was over."""
+        return NEVER if self._retired is None else int(self._retired[agent])
+
+    def spoil(self, reason: str) -> None:
+        """An operand may have been overwritten too early.
+
+        Raises RaceError when the result has been used; else using it will.
+        """
+        if self.used:
+            raise RaceError(reason)
+        self.spoiled = reason
+
+    def use(self) -> None:
+        """Somebody reads the result.
+
+        Raises RaceError.
+        """
+        if self.spoiled:
+            raise RaceError(self.spoiled)
+        self.used = True
 
     def _operand(self, box: Box) -> np.ndarray:
         memory = box.memory

@@ -238,6 +238,25 @@ def test_width_of_a_score_buffer():
     fails("index_score", {"k_offset": int32(0, 0, 8)}, message)
 
 
+def test_causal_is_a_boolean():
+    for value, came in ((None, "NoneType"), (1, "int"), ("no", "str")):
+        fails("index_score", {"causal": value}, f"causal: got {came}; wanted True or False", TypeError)
+
+
+def test_sizes_of_zero_that_mean_nothing():
+    fails("select_blocks", lambda a: {"idx_q": a["idx_q"][:, :0]}, "idx_q: got 0 index heads; wanted at least 1")
+    fails("topk_select", lambda a: {"score": a["score"][:0]}, "score: got 0 index heads; wanted at least 1")
+    flat = {"q": torch.zeros(11, 4, 0), "k": torch.zeros(40, 2, 0), "v": torch.zeros(40, 2, 0)}
+    fails("sparse_attention", flat, "q: got head dim 0; wanted at least 1")
+
+
+@pytest.mark.parametrize("op", WITH_LENGTHS)
+def test_the_reference_refuses_lengths_that_fall(op):
+    """It reads them to the host anyway; kernels find out only with check=True."""
+    fails(op, {"cu_seqlens_q": int32(0, 7, 5, 11)}, "cu_seqlens_q: got 5 after 7; wanted sorted values")
+    fails(op, {"cu_seqlens_k": int32(0, 17, 16, 40)}, "cu_seqlens_k: got 16 after 17; wanted sorted values")
+
+
 def test_attention_parameters():
     message = "softmax_scale: got str; wanted a number or None"
     fails("sparse_attention", {"softmax_scale": "1"}, message, TypeError)

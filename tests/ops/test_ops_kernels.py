@@ -13,7 +13,8 @@ import torch
 from ops.calls import BLOCK, OPERATORS, call, tensors
 
 from msa_tiles import ops, reference
-from msa_tiles.ops import _dispatch
+from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.runtime.registry import default_registry
 
 
 def place(starts_q, starts_k, used, use_seqused):
@@ -239,3 +240,12 @@ def test_one_sequence_is_made_on_the_device():
     starts_q, starts_k, used, use_used = _dispatch.lengths(where, 7, 300, torch.device("cpu"))
     assert (starts_q.tolist(), starts_k.tolist(), use_used) == ([0, 7], [0, 300], 0)
     assert used is starts_k and starts_q.dtype == torch.int32
+
+
+def test_schedules_have_room_for_what_the_kernels_write():
+    """The launcher sizes buffers and windows without asking the kernels: its numbers must be theirs."""
+    cells = {cell.op: cell for cell in default_registry().select(precision="bf16", dsl="tilelang", target="sm90")}
+    assert cells["build_schedule"].entry["tile"]["chunk"] == _attention_kernels.CHUNK
+    variants = cells["sparse_attention"].variants
+    assert max(variants["group"]) == _attention_kernels.LARGEST_GROUP
+    assert max(variants["head_dim"]) == _attention_kernels.LARGEST_HEAD_DIM

@@ -12,6 +12,7 @@ import torch
 from msa_tiles import cli
 from msa_tiles.codegen.digest import digest_of
 from msa_tiles.runtime import registry as registry_module
+from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
 
 
@@ -55,11 +56,40 @@ def test_a_hand_edit_takes_generated_away(capsys: pytest.CaptureFixture[str], ge
     assert (support(capsys)["status"], support(capsys)["flags"]) == ("missing", [])
 
 
+@pytest.mark.parametrize("edit", ["name = 1\n", "def (\n", "\udcff"])
+def test_a_hand_edit_takes_verified_away(edit: str, capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    row = support(capsys)
+    entry = {"scale_rows.tilelang.sm90.bf16": {"digest": row["digest"]}}
+    (generated / "verified.json").write_text(json.dumps(entry))
+    with (generated / row["file"]).open("a", encoding="utf-8", errors="surrogateescape") as kernel:
+        kernel.write(edit)
+    assert (support(capsys)["status"], support(capsys)["flags"]) == ("missing", [])
+
+
+def test_support_refuses_filters_that_match_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--op", "nothing"]) == 2
+    assert "no cell matches --op nothing" in capsys.readouterr().err
+    assert cli.main(["support", "--op", "nothing", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_path_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["generate", "--out", str(tmp_path / "file")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
 def test_a_run_with_this_digest_makes_it_verified(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
     row = support(capsys)
     entry = {"scale_rows.tilelang.sm90.bf16": {"digest": row["digest"]}}
     (generated / "verified.json").write_text(json.dumps(entry))
     assert (support(capsys)["status"], support(capsys)["flags"]) == ("verified", ["generated", "verified"])
+
+
+def test_explain_says_when_there_is_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["explain", "scale_rows"]) == 0
+    assert capsys.readouterr().out.startswith("no CUDA device here: as if on sm90\n")
 
 
 @pytest.mark.slow
@@ -139,3 +169,15 @@ def test_verify_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["verify"]) == 2
     assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_verify_refuses_a_kernel_that_was_edited(
+    capsys: pytest.CaptureFixture[str], generated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("msa_tiles.runtime.facts.device_facts", lambda *_: DeviceFacts("a GPU", "sm90", 1, (9, 0)))
+    kernel = generated / support(capsys)["file"]
+    kernel.write_text(kernel.read_text().replace("* factor", "+ factor"))
+    assert cli.main(["verify"]) == 2
+    assert "edited since `msa-tiles generate` ran: scale_rows.tilelang.sm90.bf16" in capsys.readouterr().err
+    assert not (generated / "verified.json").exists()

@@ -1,0 +1,147 @@
+"""Faults planted in copies of small kernels: every one is caught, under every seed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planting import planted
+from torch import Tensor
+
+from msa_tiles.simulator import (
+    BarrierError,
+    DeadlockError,
+    InFlightError,
+    OutOfBoundsError,
+    ProxyFenceError,
+    RaceError,
+    SimulationError,
+    UninitialisedError,
+    simulate,
+)
+
+SEEDS = range(4)
+DIM, ROWS, BLOCK = 64, 64, 64
+TILES = 3
+
+
+class WrongResultError(AssertionError):
+    """The kernel ended without an error and its output is not the reference's."""
+
+
+def inputs() -> tuple[Tensor, ...]:
+    """Three tiles of queries, the last one short; four blocks, the last one short; a block that names nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2 * ROWS + 37, DIM, generator=generator).bfloat16()
+    k, v = (torch.randn(3 * BLOCK + 21, DIM, generator=generator).bfloat16() for _ in range(2))
+    ids = torch.tensor([[2, 0, 3], [1, -1, 0], [3, 2, -1]], dtype=torch.int32)
+    return q, k, v, ids, torch.tensor([BLOCK, BLOCK, BLOCK, 21], dtype=torch.int32)
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor) -> Tensor:
+    out = torch.empty(q.shape)
+    for tile in range(TILES):
+        rows = slice(tile * ROWS, (tile + 1) * ROWS)
+        keys = torch.cat([torch.arange(int(visible[b])) + int(b) * BLOCK for b in ids[tile] if b >= 0])
+        out[rows] = (q[rows].float() @ k[keys].float().T * DIM**-0.5).softmax(-1) @ v[keys].float()
+    return out
+
+
+def attend(kernel: Any, seed: int, late: bool = True) -> None:
+    """Run a copy of the kernel and compare."""
+    arguments = inputs()
+    out = torch.full(arguments[0].shape, torch.nan).bfloat16()
+    simulate(kernel, *arguments, out, DIM**-0.5 * math.log2(math.e), seed=seed, late=late)
+    if not torch.allclose(out.float(), wanted(*arguments), atol=0.03):
+        raise WrongResultError
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("late", [True, False])
+def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> None:
+    attend(planted("small_attention", tmp_path).attention(), seed, late)
+
+
+CONSUMER_SYNC = "T.sync_threads(8, 128)\n"
+FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exception], ...]]] = {
+    "wrong parity, full": ([("barrier_wait(k_full[stage], phase)", "barrier_wait(k_full[stage], phase ^ 1)")],
+                           (WrongResultError, DeadlockError, RaceError)),
+    "wrong parity, free": ([("barrier_wait(kv_free[stage], phase ^ 1)", "barrier_wait(kv_free[stage], phase)")],
+                           DeadlockError),
+    "parity never flips": ([("barrier_wait(kv_free[stage], phase ^ 1)", "barrier_wait(kv_free[stage], 1)")],
+                           (RaceError, WrongResultError)),
+    "dropped wait for K": ([("T.barrier_wait(k_full[stage], phase)", "pass")], (WrongResultError, RaceError)),
+    "dropped wait for V": ([("T.barrier_wait(v_full[stage], phase)", "pass")], (WrongResultError, RaceError)),
+    "dropped wait for room": ([("T.barrier_wait(kv_free[stage], phase ^ 1)", "pass")], RaceError),
+    "dropped wait for Q": ([("T.barrier_wait(q_full, tile & 1)", "pass")], (WrongResultError, RaceError)),
+    "dropped arrival of the producer": ([("T.barrier_arrive(v_full[stage])", "pass")], DeadlockError),
+    "dropped arrival of the consumer": ([("T.barrier_arrive(kv_free[stage])", "pass")], DeadlockError),
+    "dropped wait_wgmma of S": ([("T.wait_wgmma(0)", "pass")], InFlightError),
+    "dropped wait_wgmma of O": ([("clear_accum=n == 0)\n                        T.wait_wgmma(0)", "clear_accum=n == 0)")],
+                                (InFlightError, WrongResultError, RaceError)),
+    "wait_wgmma leaves one": ([("T.wait_wgmma(0)", "T.wait_wgmma(1)")], InFlightError),
+    "freed before wait_wgmma": ([
+        ("T.wait_wgmma(0)\n                        T.barrier_arrive(kv_free[stage])",
+         "T.barrier_arrive(kv_free[stage])\n                        T.wait_wgmma(0)"),
+        ("STAGES = 2", "STAGES = 1")], (WrongResultError, RaceError)),
+    "dropped tma_store_wait": ([("T.tma_store_wait(0)\n                    T.sync", "T.sync")], (WrongResultError, RaceError)),
+    "dropped last tma_store_wait": ([("                T.tma_store_wait(0)\n\n", "\n")], InFlightError),
+    "missing fence before the store": ([("T.fence_proxy_async()", "pass")], ProxyFenceError),
+    "fence after the barrier": ([("T.fence_proxy_async()\n                    T.sync_threads(8, 128)",
+                                  "T.sync_threads(8, 128)\n                    T.fence_proxy_async()")], ProxyFenceError),
+    "fence by one thread": ([("T.fence_proxy_async()", "if tx == 0:\n                        T.fence_proxy_async()")],
+                            ProxyFenceError),
+    "no barrier before the store": ([("T.fence_proxy_async()\n                    T.sync_threads(8, 128)",
+                                      "T.fence_proxy_async()")], RaceError),
+    "no barrier after tma_store_wait": ([(CONSUMER_SYNC + "                    T.copy(O,", "T.copy(O,")], RaceError),
+    "accumulator always cleared": ([("clear_accum=n == 0", "clear_accum=True")], WrongResultError),
+    "accumulator never cleared": ([("clear_accum=n == 0", "clear_accum=False")], (UninitialisedError, WrongResultError)),
+    "missing rescale of O": ([("if n > 0:", "if n > 99:")], WrongResultError),
+    "missing rescale of the sum": ([("row_sum[i] * old_max[i] + part", "row_sum[i] + part")], WrongResultError),
+    "maximum not carried on": ([("dim=1, clear=False", "dim=1, clear=True")], WrongResultError),
+    "maximum not initialised": ([('T.fill(row_max, -T.infinity("float32"))', "pass")], UninitialisedError),
+    "barrier counts too few": ([("kv_free = T.alloc_barrier(arrive_count=[128]", "kv_free = T.alloc_barrier(arrive_count=[64]")],
+                               BarrierError),
+    "barrier counts too many": ([("q_free = T.alloc_barrier(arrive_count=128)", "q_free = T.alloc_barrier(arrive_count=256)")],
+                                DeadlockError),
+    "named barrier counts too many": ([("T.sync_threads(8, 128)", "T.sync_threads(8, 256)")], (DeadlockError, BarrierError)),
+    "named barrier counts too few": ([("T.sync_threads(8, 128)", "T.sync_threads(8, 64)")], BarrierError),
+    "one thread arrives": ([("T.barrier_arrive(q_free)", "if tx == 0:\n                                T.barrier_arrive(q_free)")],
+                           DeadlockError),
+    "id out of bounds": ([("visible[T.max(id, 0)])", "visible[T.max(id, 0) + 1])")], OutOfBoundsError),
+    "id below zero": ([("keys = T.if_then_else(id < 0, 0, visible[T.max(id, 0)])", "keys = visible[id]")], OutOfBoundsError),
+    "wrong block": ([("first = T.max(ids[tile, n], 0)", "first = T.max(ids[tile, n] + 1, 0)")], WrongResultError),
+    "tail not masked": ([("j < keys", "j < 64")], WrongResultError),
+    "wrong stage": ([("K_shared[stage, :, :], barrier", "K_shared[0, :, :], barrier")], (RaceError, WrongResultError)),
+    "load before the arrival of another": ([("barrier=v_full[stage]", "barrier=k_full[stage]")],
+                                           (WrongResultError, RaceError)),
+    "ends with a load on its way": ([("            else:\n", "                T.barrier_wait(q_free, (tiles & 1) ^ 1)\n"
+                                      "                T.tma_copy(q[0:ROWS, :], Q_shared, barrier=q_full)\n            else:\n")],
+                                    InFlightError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
+    replacements, expected = FAULTS[fault]
+    kernel = planted("small_attention", tmp_path, *replacements).attention()
+    for seed in SEEDS:
+        with pytest.raises(expected):
+            attend(kernel, seed)
+
+
+def test_messages_say_where(tmp_path: Path) -> None:
+    kernel = planted("small_attention", tmp_path, *FAULTS["missing fence before the store"][0]).attention()
+    with pytest.raises(SimulationError, match=r"O_shared\[0, 0\](.|\n)*threads 0-127 of CTA \(0,\), at (.|\n)*tma_copy"):
+        attend(kernel, 0)
+
+
+def test_a_deadlock_names_every_waiter(tmp_path: Path) -> None:
+    kernel = planted("small_attention", tmp_path, *FAULTS["dropped arrival of the consumer"][0]).attention()
+    with pytest.raises(DeadlockError) as caught:
+        attend(kernel, 0)
+    assert "threads 128-255 wait for parity 0 of kv_free[0]: phase 0, 0 of 128 arrived" in str(caught.value)
+    assert "threads 0-127 wait for parity" in str(caught.value)
