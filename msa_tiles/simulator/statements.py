@@ -103,7 +103,9 @@ class Statements:
             run, suspends, together = operations.BUILDERS[kind](self.expression, node.value)
             if together and self.expression.inner is not None:
                 raise UnsupportedError(f"{kind} in a parallel loop")
-            return Code(self._located_generator(node, run) if suspends else self._located(node, run), suspends, together)
+            return Code(
+                self._located_generator(node, run) if suspends else self._located(node, run), suspends, together
+            )
         return Code(self._located(node, self.expression(node.value)))
 
     def _BufferStore(self, node: Any) -> Code:
@@ -309,9 +311,7 @@ def _serial(place: int, low: Closure, extent: Closure, body: Closure) -> Closure
     return run
 
 
-def _serial_together(
-    place: int, low: Closure, extent: Closure, body: Code
-) -> Callable[[Frame], Iterator[Wait | None]]:
+def _serial_together(place: int, low: Closure, extent: Closure, body: Code) -> Callable[[Frame], Iterator[Wait | None]]:
     def repeat(f: Frame, first: int, count: int) -> Iterator[Wait | None]:
         for i in range(first, first + count):
             f.variables[place] = i

@@ -80,7 +80,7 @@ def _dims(node: Node) -> dict[str, tuple[int, ...] | Expression | None]:
         if name in QUANTITIES:
             raise value.error(f"dim {name!r} has the name of a roofline quantity")
         if value.is_list():
-            dims[name] = value.integers(minimum=1)
+            dims[name] = value.integers(minimum=0)
             if not dims[name]:
                 raise value.error(f"dim {name!r} must list at least one value, or be runtime")
         elif value.string() == "runtime":

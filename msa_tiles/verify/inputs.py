@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,6 +95,16 @@ class Source:
         ids = ids.masked_fill(self.chance(0.01, shape), torch.iinfo(torch.int32).max)
         return ids.to(torch.int32)
 
+    def positions(self, lengths: Lengths) -> Tensor:
+        """A position for every query, int32: anywhere in its request, past its end, or -1."""
+        starts_q, starts_k = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+        parts = [
+            self.whole(-1, starts_k[request + 1] - starts_k[request] + 3, (starts_q[request + 1] - starts_q[request],))
+            for request in range(len(starts_q) - 1)
+        ]
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.cat([empty, *parts]).to(torch.int32)
+
     def _distinct(self, rows: int, population: int, count: int) -> Tensor:
         """int64 [rows, count] of different numbers below `population`, each row in random order."""
         step = max(1, (1 << 26) // max(population, 1))
@@ -108,6 +119,53 @@ class Source:
 
     def _starts(self, lengths: Tensor) -> Tensor:
         return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(self.device)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys of a batch in the pages of a pool, and the lengths that go with them."""
+
+    pool: Tensor
+    page_table: Tensor
+    seqused_k: Tensor
+
+    def keywords(self, lengths: Lengths) -> dict[str, Any]:
+        """The arguments of an operator in place of those of the flat keys."""
+        return {
+            **lengths.keywords(),
+            "cu_seqlens_k": None,
+            "page_table": self.page_table,
+            "seqused_k": self.seqused_k,
+        }
+
+
+def paged(source: Source, keys: Tensor, lengths: Lengths, page_size: int) -> Paged:
+    """Flat keys [total_k, …] in shuffled pages [pages, page_size, …] of a pool that holds NaN everywhere else.
+
+    Entries past a request's pages are -1 or name pages of NaN; rows are views into a table with more columns.
+    """
+    starts = lengths.cu_seqlens_k.tolist()
+    used = (
+        lengths.seqused_k.tolist()
+        if lengths.seqused_k is not None
+        else [end - start for start, end in pairwise(starts)]
+    )
+    counts = [-(-length // page_size) for length in used]
+    spare = 3
+    order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(len(keys)))
+    pool = torch.full((len(order), page_size, *keys.shape[1:]), torch.nan, dtype=keys.dtype, device=keys.device)
+    table = torch.full((len(counts), -(-max(lengths.longest_k, 1) // page_size) + 2), -1, dtype=torch.int32)
+    table[:, -1] = int(order[-1])
+    taken = 0
+    for request, (start, length, count) in enumerate(zip(starts, used, counts, strict=False)):
+        for page in range(count):
+            at = int(order[taken])
+            rows = keys[start + page * page_size : start + min((page + 1) * page_size, length)]
+            pool[at, : len(rows)] = rows
+            table[request, page] = at
+            taken += 1
+    used_k = torch.tensor(used, dtype=torch.int32, device=keys.device)
+    return Paged(pool, table.to(keys.device)[:, :-1], used_k)
 
 
 def spread(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:

@@ -17,9 +17,30 @@ from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, schedules
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
 
 TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
+
+
+def placed(
+    source: Source, lengths: Lengths, pages_per_block: int, block_size: int, strided: bool, *keys: Tensor
+) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """The arguments that place these flat keys, and the keys as the call stores them.
+
+    Paged ones interleave in one pool, [pages, page, keys * dim] or [pages, heads, page, keys * dim]; `strided` calls
+    also give every query a position of its own.
+    """
+    options = lengths.keywords()
+    if pages_per_block:
+        pool = paged(source, torch.cat(keys, -1), lengths, block_size // pages_per_block)
+        options = pool.keywords(lengths)
+        stored = pool.pool if pool.pool.ndim == 3 else pool.pool.transpose(1, 2)
+        keys = stored.split(keys[0].shape[-1], -1)
+    elif strided:
+        keys = tuple(spread(tensor) for tensor in keys)
+    if strided:
+        options["q_positions"] = source.positions(lengths)
+    return options, keys
 
 
 class Check(Protocol):
@@ -42,16 +63,17 @@ class IndexScore:
         dims, self.case, self.strided = case.dims, case, strided
         lengths = source.lengths(case.workload.sequences, shortened=strided)
         self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
-        self.idx_k = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        keys = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        self.where, (self.idx_k,) = placed(source, lengths, dims["pages_per_block"], dims["block_size"], strided, keys)
         if strided:
-            self.idx_q, self.idx_k = spread(self.idx_q), spread(self.idx_k)
+            self.idx_q = spread(self.idx_q)
         self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
         causal = case.workload.parameters.get("causal", True)
         self.options: dict[str, Any] = {"block_size": dims["block_size"], "causal": causal}
-        self.lengths, self.backend = lengths, backend
+        self.backend = backend
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        where = {**self.lengths.keywords(), **self.options, "backend": self.backend}
+        where = {**self.where, **self.options, "backend": self.backend}
         if not into_buffers:
             return (ops.index_score(self.idx_q, self.idx_k, **where),)
         buffer = Buffer(self.shape, torch.float32, self.idx_q.device, TOKEN_MAJOR)
@@ -61,7 +83,7 @@ class IndexScore:
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         wanted = reference.index_score(
-            self.idx_q.float(), self.idx_k.float(), num_blocks=self.shape[2], **self.lengths.keywords(), **self.options
+            self.idx_q.float(), self.idx_k.float(), num_blocks=self.shape[2], **self.where, **self.options
         )
         return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
 
@@ -87,6 +109,8 @@ class TopkSelect:
             if shape[2]:
                 valid = source.whole(0, shape[2] + 1, (shape[1],)).to(torch.int32)
                 self.options["num_valid_blocks"] = valid
+        elif shape[2]:
+            self.options["q_positions"] = source.positions(self.lengths) if source.whole(0, 2, (1,)).item() else None
         self.score, self.topk, self.backend = score, dims["topk"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
 
@@ -110,13 +134,16 @@ class SelectBlocks:
         dims, self.case, self.exact = case.dims, case, source.integers
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
         self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
-        self.idx_k = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        keys = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        self.where, (self.idx_k,) = placed(
+            source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
+        )
         if strided:
-            self.idx_q, self.idx_k = spread(self.idx_q), spread(self.idx_k)
+            self.idx_q = spread(self.idx_q)
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
         self.options: dict[str, Any] = {
-            **self.lengths.keywords(),
+            **self.where,
             **case.workload.parameters,
             "num_kv_heads": dims["num_kv_heads"],
             "block_size": self.block_size,
@@ -136,8 +163,7 @@ class SelectBlocks:
         if self.exact:
             compare.same("out", outputs[0], wanted)
             return 0.0
-        where = self.lengths.keywords()
-        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **where)
+        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where)
         scores = scores.unflatten(0, (self.shape[0], -1)).nan_to_num(nan=-torch.inf).amax(1)
         compare.selections(
             "out",
@@ -152,7 +178,8 @@ class SelectBlocks:
 
     def _forced(self, num_blocks: int) -> Tensor:
         """[T, NB]: the init and local blocks of each query."""
-        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.idx_k), **self.lengths.keywords())
+        where = {name: value for name, value in self.where.items() if not name.startswith("max_")}
+        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.idx_k), **where)
         valid = batch.num_valid_blocks(self.block_size)[:, None]
         block = torch.arange(num_blocks, device=self.idx_q.device)
         init, local = self.options.get("init_blocks", 0), self.options.get("local_blocks", 1)
@@ -167,16 +194,22 @@ class SparseAttention:
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
         keys = (dims["total_k"], dims["num_kv_heads"], dims["head_dim"])
         self.q = source.values((dims["total_q"], dims["num_q_heads"], dims["head_dim"]), torch.bfloat16)
-        self.k, self.v = source.values(keys, torch.bfloat16), source.values(keys, torch.bfloat16)
+        flat = source.values(keys, torch.bfloat16), source.values(keys, torch.bfloat16)
         self.ids = source.selection(
             self.lengths, dims["num_kv_heads"], dims["topk"], dims["block_size"], case.workload.selection == "sticky"
         )
+        where, (self.k, self.v) = placed(
+            source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, *flat
+        )
         if strided:
-            self.q, self.k, self.v = spread(self.q), spread(self.k), spread(self.v)
+            self.q = spread(self.q)
             self.ids = spread(self.ids, TOKEN_MAJOR)
-        self.options: dict[str, Any] = {**self.lengths.keywords(), "block_size": dims["block_size"]}
+        self.options: dict[str, Any] = {**where, "block_size": dims["block_size"]}
+        self.flat, self.flat_options = flat, {**self.lengths.keywords(), "block_size": dims["block_size"]}
+        self.flat_options["q_positions"] = where.get("q_positions")
         if "softmax_scale" in case.workload.parameters:
-            self.options["softmax_scale"] = case.workload.parameters["softmax_scale"]
+            for options in (self.options, self.flat_options):
+                options["softmax_scale"] = case.workload.parameters["softmax_scale"]
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         arguments = (self.q, self.k, self.v, self.ids)
@@ -195,7 +228,7 @@ class SparseAttention:
         )
         compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
         worst = compare.numbers("out", out, wanted, self.case.tolerance["out"])
-        rows, accepted = rounded_error(self.q, self.k, self.v, self.ids, wanted, **self.options)
+        rows, accepted = rounded_error(self.q, *self.flat, self.ids, wanted, **self.flat_options)
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
         return worst
 

@@ -17,51 +17,81 @@ from msa_tiles.ops import _attention_kernels, _dispatch
 from msa_tiles.runtime.registry import default_registry
 
 
-def place(starts_q, starts_k, used, use_seqused):
-    where = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
-    return where | {"seqused_k": used} if use_seqused else where
+def where_of(at: _dispatch.Place, block_size: int, pages_per_block: int = 0):
+    """The reference's arguments for what a kernel is told, read as a kernel reads it."""
+    where = {"cu_seqlens_q": at.cu_seqlens_q, "cu_seqlens_k": at.cu_seqlens_k}
+    if at.use_seqused:
+        where["seqused_k"] = at.seqused_k
+    if at.use_positions:
+        where["q_positions"] = at.q_positions
+    if pages_per_block:
+        span = at.page_table.shape[1] * block_size
+        assert at.cu_seqlens_k.tolist() == [span * request for request in range(len(at.page_table) + 1)]
+        where |= {"cu_seqlens_k": None, "page_table": at.page_table}
+    return where
 
 
-def index_score(variant, idx_q, idx_k, starts_q, starts_k, used, out, use_seqused, causal):
-    where = place(starts_q, starts_k, used, use_seqused)
+def index_score(
+    variant, idx_q, idx_k, table, starts_q, starts_k, used, positions, out, use_seqused, use_positions, causal
+):
+    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
     parameters = {"block_size": variant["block_size"], "causal": bool(causal), "num_blocks": out.shape[2]}
+    where = where_of(at, variant["block_size"], variant["pages_per_block"])
     out.copy_(reference.index_score(idx_q, idx_k, **parameters, **where))
 
 
 def topk_select(
-    variant, score, starts_q, starts_k, used, num_valid, out, use_seqused, mode, scalar, block_size, init, local, order,
-    lanes_log2,
+    variant, score, starts_q, starts_k, used, positions, num_valid, out, use_seqused, use_positions, mode, scalar,
+    block_size, init, local, order, lanes_log2,
 ):  # fmt: skip
     assert 0 <= lanes_log2 <= 5
     valid = {0: None, 1: scalar, 2: num_valid}[mode]
-    where = place(starts_q, starts_k, used, use_seqused)
+    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, starts_q[None], positions, use_positions)
     names = {"block_size": block_size, "init_blocks": init, "local_blocks": local, "num_valid_blocks": valid}
     heads = out.shape[0]
     order = ("ascending", "score", "local_last")[order]
+    where = where_of(at, block_size)
     out.copy_(reference.topk_select(score, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
 
 
-def select_blocks(variant, idx_q, idx_k, starts_q, starts_k, used, out, use_seqused, init, local, order):
-    where = place(starts_q, starts_k, used, use_seqused)
+def select_blocks(
+    variant,
+    idx_q,
+    idx_k,
+    table,
+    starts_q,
+    starts_k,
+    used,
+    positions,
+    out,
+    use_seqused,
+    use_positions,
+    init,
+    local,
+    order,
+):
+    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
     names = {"block_size": variant["block_size"], "init_blocks": init, "local_blocks": local}
     heads = idx_q.shape[1] // variant["heads_per_group"]
     order = ("ascending", "score", "local_last")[order]
+    where = where_of(at, variant["block_size"], variant["pages_per_block"])
     out.copy_(reference.select_blocks(idx_q, idx_k, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
 
 
 class Attention(types.ModuleType):
     """Stands in for the module of the attention kernels."""
 
-    def build_schedule(self, facts, ids, starts_q, starts_k, used, use_seqused, *, block_size, window, **parts):
-        made = reference.build_schedule(ids, block_size=block_size, **place(starts_q, starts_k, used, use_seqused))
+    def build_schedule(self, facts, ids, at, *, block_size, window, **parts):
+        made = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
         for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
             parts[name].copy_(part)
 
     def sparse_attention(
-        self, facts, backend, q, k, v, ids, starts_q, starts_k, used, use_seqused, *, block_size, softmax_scale,
-        max_seqlen_k, schedule, workspace, workspace_bytes, out, lse,
+        self, facts, backend, q, k, v, ids, at, *, block_size, softmax_scale, longest_k, schedule, workspace,
+        workspace_bytes, out, lse,
     ):  # fmt: skip
-        where = place(starts_q, starts_k, used, use_seqused)
+        where = where_of(at, block_size, facts.variant["pages_per_block"])
+        assert (at.seqused_k if at.use_seqused else at.cu_seqlens_k.diff()).max() <= longest_k
         made = None if schedule is None else schedule[:3]
         parameters = {"block_size": block_size, "softmax_scale": softmax_scale, "schedule": made}
         result = reference.sparse_attention(q, k, v, ids, **parameters, **where)
@@ -132,13 +162,12 @@ def test_lengths_of_operators_without_keys(where, kernels):
     wanted = ops.topk_select(**arguments, backend="reference")
     assert torch.equal(ops.topk_select(**arguments), wanted)
     starts = tensors()["cu_seqlens_q"]
-    starts_q, starts_k, used, use_used = _dispatch.lengths(
-        ops._where.Where(starts, None, None, where.get("seqused_k"), None, None, None, None), 11, None, starts.device
-    )
-    assert starts_q.tolist() == [0, 5, 5, 11]
-    assert starts_k.tolist() == ([0, 9, 9, 29] if where else [0, 5, 5, 11])
-    assert used.tolist() == ([9, 0, 20] if where else [0, 5, 5, 11])
-    assert use_used == bool(where)
+    given = ops._where.Where(starts, None, None, where.get("seqused_k"), None, None, None, None)
+    at = _dispatch.place(given, 11, None, BLOCK, starts.device)
+    assert at.cu_seqlens_q.tolist() == [0, 5, 5, 11]
+    assert at.cu_seqlens_k.tolist() == ([0, 9, 9, 29] if where else [0, 5, 5, 11])
+    assert at.seqused_k.tolist() == ([9, 0, 20] if where else [0, 5, 5, 11])
+    assert at.use_seqused == bool(where)
 
 
 def test_facts_of_a_call(kernels):
@@ -147,9 +176,11 @@ def test_facts_of_a_call(kernels):
     ops.topk_select(**call("topk_select") | {"score": torch.zeros(4, 11, 5).bfloat16()})
     (score, _), (select, _), (rank, backend) = kernels.found
     assert (score.op, score.precision, score.device.type) == ("index_score", "bf16", "cpu")
-    assert score.variant == {"head_dim": 16, "block_size": BLOCK, "heads_per_group": 1}
+    assert score.variant == {"head_dim": 16, "block_size": BLOCK, "pages_per_block": 0}
     assert select.precision == "float32"
-    assert select.variant == {"head_dim": 16, "block_size": BLOCK, "topk": 3, "heads_per_group": 2}
+    assert select.variant == {
+        "head_dim": 16, "block_size": BLOCK, "topk": 3, "heads_per_group": 2, "pages_per_block": 0
+    }  # fmt: skip
     assert (rank.precision, rank.variant) == ("bf16", {"topk": 3})
     assert rank.refusals == ("score is torch.bfloat16, wanted torch.float32",)
     assert backend == "auto"
@@ -170,6 +201,40 @@ def test_features_that_a_call_needs(kernels, monkeypatch):
     ops.select_blocks(**arguments | {"idx_k": pool} | table)
     found = [set(facts.features) for facts, _ in kernels.found]
     assert found == [{"q_positions", "k_offset"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}]
+    assert [facts.variant["pages_per_block"] for facts, _ in kernels.found] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("pages_per_block", [1, 2, 4])
+@pytest.mark.parametrize("positions", [False, True])
+def test_paged_calls_on_kernels(pages_per_block, positions, kernels):
+    page = BLOCK // pages_per_block
+    table = torch.randperm(9 * pages_per_block, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    where = {
+        "cu_seqlens_k": None,
+        "page_table": table.view(3, -1),
+        "seqused_k": torch.tensor([9, 0, 20], dtype=torch.int32),
+    }
+    if positions:
+        where["q_positions"] = torch.tensor([0, 8, 3, 5, -1, 19, 2, 30, 7, 11, 0], dtype=torch.int32)
+    pool = torch.randn(9 * pages_per_block, page, 16, generator=torch.Generator().manual_seed(1))
+    cache = torch.randn(9 * pages_per_block, page, 2, 16, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
+    for op, keys in (
+        ("index_score", {"idx_k": pool}),
+        ("select_blocks", {"idx_k": pool}),
+        ("sparse_attention", {"k": cache, "v": cache.flip(0)}),
+    ):
+        arguments = call(op) | where | keys
+        found = OPERATORS[op](**arguments)
+        torch.testing.assert_close(found, OPERATORS[op](**arguments, backend="reference"), rtol=0, atol=0)
+
+
+def test_a_page_table_too_large_for_virtual_rows_is_refused(kernels):
+    table = torch.zeros(3, 1, dtype=torch.int32).expand(3, 1 << 26)
+    used = torch.tensor([9, 0, 20], dtype=torch.int32)
+    given = ops._where.Where(tensors()["cu_seqlens_q"], None, table, used, None, None, None, None)
+    (sentence,) = _dispatch.oversized_table(given, BLOCK)
+    assert "virtual rows" in sentence and "2**31" in sentence
+    assert _dispatch.oversized_table(given, 1) == ()
 
 
 def test_rules_of_the_specs_become_refusals(kernels):
@@ -185,7 +250,7 @@ def test_attention_gets_schedule_and_workspace(kernels):
     arguments = call("sparse_attention")
     ops.sparse_attention(**arguments)
     facts, schedule, workspace, size = kernels.attention.seen
-    assert facts.variant == {"head_dim": 16, "block_size": BLOCK, "group": 2}
+    assert facts.variant == {"head_dim": 16, "block_size": BLOCK, "group": 2, "pages_per_block": 0}
     assert schedule is None and workspace is None and size == 1 << 30
     scratch, made = torch.empty(128, dtype=torch.uint8), ops.build_schedule(**call("build_schedule"))
     found = ops.sparse_attention(**arguments, schedule=made, workspace=scratch)
@@ -237,9 +302,9 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
 
 def test_one_sequence_is_made_on_the_device():
     where = ops._where.Where(None, None, None, None, None, None, None, None)
-    starts_q, starts_k, used, use_used = _dispatch.lengths(where, 7, 300, torch.device("cpu"))
-    assert (starts_q.tolist(), starts_k.tolist(), use_used) == ([0, 7], [0, 300], 0)
-    assert used is starts_k and starts_q.dtype == torch.int32
+    at = _dispatch.place(where, 7, 300, BLOCK, torch.device("cpu"))
+    assert (at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist(), at.use_seqused) == ([0, 7], [0, 300], 0)
+    assert at.seqused_k is at.cu_seqlens_k and at.cu_seqlens_q.dtype == torch.int32
 
 
 def test_schedules_have_room_for_what_the_kernels_write():

@@ -135,7 +135,9 @@ def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
 
 def test_messages_say_where(tmp_path: Path) -> None:
     kernel = planted("small_attention", tmp_path, *FAULTS["missing fence before the store"][0]).attention()
-    with pytest.raises(SimulationError, match=r"O_shared\[0, 0\](.|\n)*threads 0-127 of CTA \(0,\), at (.|\n)*tma_copy"):
+    with pytest.raises(
+        SimulationError, match=r"O_shared\[0, 0\](.|\n)*threads 0-127 of CTA \(0,\), at (.|\n)*tma_copy"
+    ):
         attend(kernel, 0)
 
 

@@ -62,14 +62,15 @@ MISTAKES = {
     "dim with the name of a quantity":
         (ATTENTION, "  topk: runtime", "  visible_keys: runtime", 0, "a roofline quantity"),
     "variants of unlisted dims":
-        (ATTENTION, "exact: [head_dim, block_size, group]", "exact: [head_dim]", -1, "must name each of head_dim"),
+        (ATTENTION, "exact: [head_dim, block_size, group, pages_per_block]", "exact: [head_dim]", -1, "must name each of head_dim"),
     "variant point out of range":
-        (ATTENTION, "block_size: 64, group: 8}", "block_size: 96, group: 8}", 0, "block_size 96 is none of its"),
+        (ATTENTION, "block_size: 64, group: 8,", "block_size: 96, group: 8,", 0, "block_size 96 is none of its"),
     "variant point twice":
-        (ATTENTION, "block_size: 64, group: 8}", "block_size: 128, group: 16}", 0, "stands twice in variants.ci"),
+        (ATTENTION, "block_size: 64, group: 8, pages_per_block: 1}", "block_size: 128, group: 16, pages_per_block: 0}",
+         0, "stands twice in variants.ci"),
     "pair of values that never meets":
-        (SELECT, "    - {head_dim: 64, block_size: 64, heads_per_group: 4, topk: 64}\n", "", -12,
-         "no point of variants.ci has heads_per_group=4, topk=64; every pair of values must meet"),
+        (SELECT, "    - {head_dim: 128, block_size: 64, topk: 64, heads_per_group: 4, pages_per_block: 8}\n", "", -5,
+         "no point of variants.ci has .*; every pair of values must meet"),
     "M3 is not first":
         (TOPK, "    - {topk: 16}\n", "", -1, "must begin with the first value of each dim"),
     "no value for a dim":
@@ -99,7 +100,7 @@ MISTAKES = {
     "tile named like a dim":
         (ATTENTION, "tile: {stages: 5", "tile: {group: 1, stages: 5", 0, "tile name 'group' is also a compile-time"),
     "undeclared feature":
-        (ATTENTION, "    mma: wgmma", "    mma: wgmma\n    features: [teleport]", 1, "'teleport' is none of those"),
+        (ATTENTION, "    features: [paged, q_positions]", "    features: [teleport]", 0, "'teleport' is none of those"),
     "no opcode": (ATTENTION, "expect: [SYNCS", "expect: [syncs", 0, "'syncs' is no SASS opcode"),
     "arch of another capability":
         (SM90, "capability: [9, 0]", "capability: [8, 0]", -1, "arch must be sm_80 or sm_80a to agree"),
