@@ -16,11 +16,11 @@ SEVERAL, MAPPED = -1, -2
 
 
 class _Last:
-    """The last access of each element: warp, its epoch and thread."""
+    """The last access of each element: warp, its clock and thread."""
 
     def __init__(self, size: int) -> None:
         self.warp = np.full(size, -1, np.int16)
-        self.epoch = np.zeros(size, np.int32)
+        self.clock = np.zeros(size, np.int32)
         self.thread = np.zeros(size, np.int16)
 
 
@@ -38,7 +38,7 @@ class Lanes:
         bad = self._apart(self._written, places, agents, threads)
         last = self._read
         who = np.where(self._apart(last, places, agents, threads), SEVERAL, threads)
-        last.warp[places], last.epoch[places] = agents, self.order.epoch[agents]
+        last.warp[places], last.clock[places] = agents, self.order.clock[agents]
         last.thread[places] = who
         last.thread[places[last.thread[places] != who]] = SEVERAL
         return bad
@@ -50,7 +50,7 @@ class Lanes:
             return np.zeros(len(places), bool)
         bad = self._apart(self._written, places, agents, threads) | self._apart(self._read, places, agents, threads)
         last = self._written
-        last.warp[places], last.epoch[places] = agents, self.order.epoch[agents]
+        last.warp[places], last.clock[places] = agents, self.order.clock[agents]
         last.thread[places] = threads
         return bad
 
@@ -62,5 +62,5 @@ class Lanes:
         return isinstance(agents, np.ndarray) or agents < self.order.warps
 
     def _apart(self, last: _Last, places: np.ndarray, agents: Any, threads: Any) -> np.ndarray:
-        same_time = (last.warp[places] == agents) & (last.epoch[places] == self.order.epoch[agents])
-        return same_time & (last.thread[places] != threads)
+        unmet = (last.warp[places] == agents) & (last.clock[places] > self.order.met[agents])
+        return unmet & (last.thread[places] != threads)

@@ -144,7 +144,7 @@ def _sync_warp(compiler: Expressions, node: Any) -> Built:
 
     def run(f: Frame) -> None:
         intrinsics.full_warps(f, "sync_warp")
-        f.cta.order.epoch[np.unique(f.active() // WARP)] += 1
+        f.cta.order.meet(np.unique(f.active() // WARP))
 
     return run, False, False
 

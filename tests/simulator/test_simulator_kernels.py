@@ -1,0 +1,159 @@
+"""Every generated TileLang kernel, in the simulator, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import calls
+import pytest
+import torch
+from calls import Call
+
+from msa_tiles.runtime.registry import Cell, default_registry
+
+# Several requests: whole blocks and parts of them, one without queries, one without keys, one of a single token. A long
+# one whose last, short block many queries see stands before others, so that what lies behind its keys is not zero.
+MIXED = [(131, 150), (0, 70), (1, 1), (5, 0), (70, 200)]
+FEW = [(3, 129)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+# By operator and name: requests and other facts of the call, then the arguments of the function in `calls`.
+CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "index_score": {
+        "mixed": ({"sequences": MIXED, "seed": 1}, {"head_dim": 64, "block_size": 64}),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "heads": 3},
+        ),
+        "not causal": ({"sequences": MIXED, "seed": 3}, {"head_dim": 128, "block_size": 64, "causal": False}),
+        "many blocks": ({"sequences": [(3, 2200), (66, 2113)], "seed": 4}, {"head_dim": 64, "block_size": 64}),
+        "wide output": ({"sequences": MIXED, "seed": 5}, {"head_dim": 64, "block_size": 128, "width": 40}),
+        "narrow output": ({"sequences": MIXED, "seed": 6}, {"head_dim": 64, "block_size": 64, "width": 2}),
+        "at once": ({"sequences": MIXED, "seed": 7, "late": False}, {"head_dim": 64, "block_size": 64}),
+    },
+    "topk_select": {
+        "few blocks": ({"sequences": FEW, "seed": 1}, {"topk": 8, "k": 5, "blocks": 3, "heads": 2}),
+        "given counts": (
+            {"sequences": [(140, 140)], "seed": 2},
+            {"topk": 8, "k": 8, "blocks": 70, "group": 3, "init_blocks": 1, "local_blocks": 2},
+        ),
+        "a warp a row": (
+            {"sequences": [(7, 7)], "seed": 3, "strided": True},
+            {"topk": 16, "k": 11, "blocks": 130, "heads": 2, "lanes_log2": 5, "order": 2, "init_blocks": 2},
+        ),
+        "by position": (
+            {"sequences": MIXED, "seed": 4, "rows_behind": 3},
+            {"topk": 32, "k": 20, "blocks": 4, "mode": 0, "lanes_log2": 2, "order": 1},
+        ),
+        "one count": ({"sequences": FEW, "seed": 5}, {"topk": 64, "k": 40, "blocks": 100, "mode": 1}),
+        "ties": (
+            {"sequences": [(33, 33)], "seed": 6, "values": "integer"},
+            {"topk": 16, "k": 16, "blocks": 60, "lanes_log2": 2},
+        ),
+    },
+    "select_blocks": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1, "values": "integer"},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 3, "heads_per_group": 2},
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "values": "integer", "strided": True, "shortened": True, "rows_behind": 9},
+            {
+                "head_dim": 128, "block_size": 128, "topk": 16, "k": 16, "heads_per_group": 1, "heads": 2,
+                "init_blocks": 1, "local_blocks": 2, "order": 2,
+            },
+        ),
+        "long list": (
+            {"sequences": [(20, 1000)], "seed": 3, "values": "integer"},
+            {"head_dim": 64, "block_size": 64, "topk": 64, "k": 33, "heads_per_group": 1, "order": 1},
+        ),
+        "many blocks": (
+            {"sequences": [(66, 1111)], "seed": 4, "values": "integer"},
+            {"head_dim": 64, "block_size": 64, "topk": 32, "k": 20, "heads_per_group": 4},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 5, "values": "integer", "late": False},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 5, "heads_per_group": 1},
+        ),
+    },
+    "build_schedule": {
+        "mixed": ({"sequences": MIXED, "seed": 1}, {"block_size": 64, "topk": 3, "heads": 2, "window": 128}),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"block_size": 128, "topk": 5, "window": 300},
+        ),
+        "wide rows": ({"sequences": [(9, 6000)], "seed": 3}, {"block_size": 64, "topk": 40, "window": 128}),
+        "sticky": (
+            {"sequences": [(300, 333)], "seed": 4},
+            {"block_size": 64, "topk": 2, "window": 256, "sticky": True},
+        ),
+        "more blocks than counters": (
+            {"sequences": [(20, 140000), (20, 130)], "seed": 5},
+            {"block_size": 64, "topk": 4, "window": 128},
+        ),
+    },
+    "sparse_attention": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2},
+        ),
+        "strided, used, windows": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3},
+        ),
+        "large group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 3},
+            {"head_dim": 128, "block_size": 64, "group": 16, "topk": 2, "ctas": 1},
+        ),
+        "one head a group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 4},
+            {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3},
+        ),
+        "two heads a group": (
+            {"sequences": [(60, 150)], "seed": 5},
+            {"head_dim": 64, "block_size": 64, "group": 2, "topk": 3, "ctas": 5},
+        ),
+        "sticky": (
+            {"sequences": [(200, 250), (40, 100)], "seed": 6},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 3, "sticky": True, "ctas": 1},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 7, "late": False},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2},
+        ),
+    },
+    "combine": {
+        "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),
+        "many splits": (
+            {"sequences": [(5, 5)], "seed": 2, "strided": True},
+            {"head_dim": 128, "splits": 37, "heads": 18},
+        ),
+        "one split": ({"sequences": [(2, 2)], "seed": 3}, {"head_dim": 64, "splits": 1, "heads": 1}),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases])
+def test_a_generated_kernel_is_right(op: str, case: str) -> None:
+    call, arguments = CASES[op][case]
+    getattr(calls, op)(Call(**call), **arguments)
+
+
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
+    sequences = [(66, 150), (3, 20)]
+    calls.select_blocks(
+        Call(sequences, seed=seed, values="integer"), head_dim=64, block_size=64, topk=8, k=2, heads_per_group=2
+    )
+    calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
+
+
+@pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
+def test_every_value_of_every_compile_time_dim_is_simulated(cell: Cell) -> None:
+    for dim, values in cell.variants.items():
+        assert {arguments[dim] for _, arguments in CASES[cell.op].values()} == set(values)
