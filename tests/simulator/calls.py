@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
+from msa_tiles.ops import _dispatch
+from msa_tiles.ops._where import Where
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
 from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
+from msa_tiles.verify.operators import placed
 
 TOKEN_MAJOR = (1, 0, 2)
 # How the kernels count orders and edges.
@@ -36,6 +39,8 @@ class Call:
     strided: bool = False
     shortened: bool = False  # requests use a part of their keys
     rows_behind: int = 0  # query rows that belong to no request
+    pages_per_block: int = 0  # keys in pages of a pool
+    positions: bool = False  # a position for every query instead of the rule
 
     def __post_init__(self) -> None:
         self.source = Source(torch.device("cpu"), self.seed, self.values)
@@ -52,16 +57,15 @@ class Call:
         order = TOKEN_MAJOR if self.strided and len(shape) == 3 else None
         return Buffer(shape, dtype, torch.device("cpu"), order)
 
-    @property
-    def starts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """cu_seqlens_q, cu_seqlens_k and seqused_k as kernels get them."""
-        used = self.lengths.seqused_k
-        keys = self.lengths.cu_seqlens_k
-        return self.lengths.cu_seqlens_q, keys, keys if used is None else used
-
-    @property
-    def use_seqused(self) -> int:
-        return int(self.lengths.seqused_k is not None)
+    def place(self, block_size: int, *flat: Tensor) -> tuple[_dispatch.Place, tuple[Tensor, ...], dict[str, Any]]:
+        """Where queries and keys stand, as kernels take it; the keys as stored; the same for the reference."""
+        options, stored = placed(self.source, self.lengths, self.pages_per_block, block_size, False, *flat)
+        if self.positions:
+            behind = torch.zeros(self.rows_behind, dtype=torch.int32)
+            options["q_positions"] = torch.cat([self.source.positions(self.lengths), behind])
+        where = Where(k_offset=None, **{"page_table": None, "q_positions": None, **options})
+        at = _dispatch.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
+        return at, stored if flat else (), options
 
     def run(self, op: str, variant: Mapping[str, int], *arguments: Any) -> None:
         simulate(kernel(op, **variant), *arguments, seed=self.seed, late=self.late)
@@ -82,14 +86,16 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 def index_score(
     call: Call, *, head_dim: int, block_size: int, heads: int = 2, causal: bool = True, width: int | None = None
 ) -> None:
-    idx_q, idx_k = call.tensor(call.total_q, heads, head_dim), call.tensor(call.total_k, head_dim)
+    idx_q = call.tensor(call.total_q, heads, head_dim)
+    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
     blocks = -(-call.lengths.longest_k // block_size) if width is None else width
     out = call.output((heads, call.total_q, blocks), torch.float32)
-    variant = {"head_dim": head_dim, "block_size": block_size}
-    call.run("index_score", variant, idx_q, idx_k, *call.starts, out.view, call.use_seqused, int(causal))
+    variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
+    scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal))
+    call.run("index_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.index_score(
-        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **call.lengths.keywords()
+        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
     )
     compare.numbers("out", out.view, wanted, 1e-4)
 
@@ -116,8 +122,9 @@ def topk_select(
     valid = {0: None, 1: blocks // 2, 2: counts}[mode]
     order = forced.get("order", 0)
     init, local = forced.get("init_blocks", 0), forced.get("local_blocks", 1)
-    scalars = (call.use_seqused, mode, blocks // 2, block_size, init, local, order, lanes_log2)
-    call.run("topk_select", {"topk": topk}, score, *call.starts, counts, out.view, *scalars)
+    at, _, where = call.place(block_size)
+    scalars = (at.use_seqused, at.use_positions, mode, blocks // 2, block_size, init, local, order, lanes_log2)
+    call.run("topk_select", {"topk": topk}, score, *at[:3], at.q_positions, counts, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.topk_select(
         score,
@@ -128,7 +135,7 @@ def topk_select(
         local_blocks=local,
         order=ORDERS[order],
         num_valid_blocks=valid,
-        **call.lengths.keywords(),
+        **where,
     )
     compare.same("out", out.view, wanted)
 
@@ -149,11 +156,12 @@ def select_blocks(
     """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
     assert call.values == "integer"
     idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim)
-    idx_k = call.tensor(call.total_k, head_dim)
+    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
     out = call.output((heads, call.total_q, k), torch.int32)
     variant = {"head_dim": head_dim, "block_size": block_size, "topk": topk, "heads_per_group": heads_per_group}
-    scalars = (call.use_seqused, init_blocks, local_blocks, order)
-    call.run("select_blocks", variant, idx_q, idx_k, *call.starts, out.view, *scalars)
+    variant["pages_per_block"] = call.pages_per_block
+    scalars = (at.use_seqused, at.use_positions, init_blocks, local_blocks, order)
+    call.run("select_blocks", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.select_blocks(
         idx_q.float(),
@@ -164,7 +172,7 @@ def select_blocks(
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         order=ORDERS[order],
-        **call.lengths.keywords(),
+        **where,
     )
     compare.same("out", out.view, wanted)
 
@@ -179,7 +187,7 @@ class Made:
     window: int
 
 
-def make_schedule(call: Call, ids: Tensor, block_size: int, window: int) -> Made:
+def make_schedule(call: Call, at: _dispatch.Place, ids: Tensor, block_size: int, window: int) -> Made:
     heads, total_q, topk = ids.shape
     windows = -(-total_q // window)
     most = window * topk + window * topk // CHUNK
@@ -187,13 +195,14 @@ def make_schedule(call: Call, ids: Tensor, block_size: int, window: int) -> Made
     tasks = torch.full((windows, heads, most, 4), -1, dtype=torch.int32)
     counts = torch.full((windows, heads), -1, dtype=torch.int32)
     variant = {"block_size": block_size}
-    call.run("build_schedule", variant, ids, *call.starts, edges, tasks, counts, call.use_seqused, window)
+    scalars = (at.use_seqused, at.use_positions, window)
+    call.run("build_schedule", variant, ids, *at[:3], at.q_positions, edges, tasks, counts, *scalars)
     return Made(edges, tasks, counts, window)
 
 
-def check_schedule(call: Call, made: Made, ids: Tensor, block_size: int) -> None:
+def check_schedule(call: Call, where: dict[str, Any], made: Made, ids: Tensor, block_size: int) -> None:
     """Every visible id is one edge of a task of its block, in the order of the queries, and there is nothing else."""
-    batch = read_batch(call.total_q, ids.device, **call.lengths.keywords())
+    batch = read_batch(call.total_q, ids.device, **where)
     starts = call.lengths.cu_seqlens_k.tolist()
     for window in range(made.edges.shape[0]):
         for head in range(ids.shape[0]):
@@ -226,7 +235,8 @@ def build_schedule(
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
-    check_schedule(call, make_schedule(call, ids, block_size, window), ids, block_size)
+    at, _, where = call.place(block_size)
+    check_schedule(call, where, make_schedule(call, at, ids, block_size, window), ids, block_size)
 
 
 def combine(call: Call, *, head_dim: int, splits: int, heads: int) -> None:
@@ -265,20 +275,22 @@ def sparse_attention(
 ) -> None:
     """Schedule, attention and merge of all windows; `attend` stands in for the attention kernel."""
     q = call.tensor(call.total_q, heads * group, head_dim)
-    k, v = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    at, (k, v), where = call.place(block_size, *flat)
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     window = call.total_q if window is None else window
-    made = make_schedule(call, ids, block_size, window)
+    made = make_schedule(call, at, ids, block_size, window)
     claims = torch.zeros(len(made.edges), dtype=torch.int32)
     scale = head_dim**-0.5
     variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
+    variant["pages_per_block"] = call.pages_per_block
     for index in range(len(made.edges)):
         partial_out = torch.full((window, topk, heads * group, head_dim), torch.nan).bfloat16()
         partial_lse = torch.full((window, topk, heads * group), -torch.inf)
         arguments = (
-            q, k, v, made.edges, made.tasks, made.counts, claims, partial_out, partial_lse,
+            q, k, v, at.page_table, made.edges, made.tasks, made.counts, claims, partial_out, partial_lse,
             scale * math.log2(math.e), index, ctas,
         )  # fmt: skip
         if attend is None:
@@ -290,7 +302,7 @@ def sparse_attention(
         splits = partial_out.transpose(0, 1)[:, :count], partial_lse.transpose(0, 1)[:, :count]
         out[rows], lse[rows] = reference.combine(*splits)
     wanted, wanted_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), ids, block_size=block_size, **call.lengths.keywords()
+        q.float(), k.float(), v.float(), ids, block_size=block_size, **where
     )
     compare.numbers("lse", lse, wanted_lse, 2e-3)
     compare.numbers("out", out.float(), wanted, 0.04)
