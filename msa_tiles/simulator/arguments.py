@@ -41,7 +41,9 @@ def bind(function: Any, arguments: tuple[Any, ...], program: Program) -> tuple[d
         for expression, value in _extents(buffer, tensor):
             wanted = _evaluate(expression, values)
             if wanted != value:
-                raise ArgumentError(f"{buffer.name}: {expression} is {value} in a tensor {_layout(tensor)}, not {wanted}")
+                raise ArgumentError(
+                    f"{buffer.name}: {expression} is {value} in a tensor {_layout(tensor)}, not {wanted}"
+                )
     return values, tensors
 
 
@@ -62,7 +64,7 @@ def _scalar(parameter: Any, argument: Any) -> Any:
     if isinstance(argument, torch.Tensor) or not isinstance(argument, bool | int | float | np.generic):
         raise ArgumentError(f"{parameter.name}: {type(argument).__name__} came, wanted a number")
     dtype = numpy_type(parameter.dtype)
-    if dtype.kind in "iu" and not np.iinfo(dtype).min <= argument <= np.iinfo(dtype).max:
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= int(argument) <= np.iinfo(dtype).max:
         raise ArgumentError(f"{parameter.name}: {argument} does not fit {dtype}")
     return converted(argument, dtype)
 
@@ -71,7 +73,9 @@ def _tensor(name: str, argument: Any, dtype: np.dtype[Any], rank: int) -> Global
     if not isinstance(argument, torch.Tensor) or argument.device.type != "cpu":
         raise ArgumentError(f"{name}: wanted a CPU tensor")
     if str(argument.dtype) != f"torch.{dtype.name}" or argument.dim() != rank:
-        raise ArgumentError(f"{name}: {argument.dtype} of rank {argument.dim()} came, wanted {dtype.name} of rank {rank}")
+        raise ArgumentError(
+            f"{name}: {argument.dtype} of rank {argument.dim()} came, wanted {dtype.name} of rank {rank}"
+        )
     if argument.dtype == torch.bfloat16:
         # numpy has no bfloat16 of its own; the view keeps the strides and shares the memory.
         array = argument.detach().view(torch.int16).numpy().view(dtype)

@@ -83,7 +83,9 @@ class Mbarrier:
 
     def state(self) -> str:
         """`k_full[0]: phase 2, 0 of 128 arrived, 4096 bytes outstanding`."""
-        return f"{self.name}: phase {self.phase}, {self.arrived} of {self.count} arrived, {self.bytes} bytes outstanding"
+        return (
+            f"{self.name}: phase {self.phase}, {self.arrived} of {self.count} arrived, {self.bytes} bytes outstanding"
+        )
 
 
 @dataclass

@@ -93,7 +93,7 @@ class Expressions:
         method = getattr(self, "_" + kind, None)
         if method is not None:
             return method(node)
-        if kind in intrinsics.BUILDERS:
+        if kind in intrinsics.BUILDERS and not node.annotations:
             return intrinsics.BUILDERS[kind](self, node)
         raise UnsupportedError(f"{kind} in an expression is not simulated: {node}")
 

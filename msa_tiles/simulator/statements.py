@@ -99,11 +99,14 @@ class Statements:
         kind = kind_of(node.value)
         if kind == "IntImm":
             return NOTHING
-        if kind in operations.BUILDERS:
-            run, suspends, together = operations.BUILDERS[kind](self.expression, node.value)
+        operation = operations.build(self.expression, node.value) if type(node.value).__name__ == "Call" else None
+        if operation is not None:
+            run, suspends, together = operation
             if together and self.expression.inner is not None:
                 raise UnsupportedError(f"{kind} in a parallel loop")
-            return Code(self._located_generator(node, run) if suspends else self._located(node, run), suspends, together)
+            return Code(
+                self._located_generator(node, run) if suspends else self._located(node, run), suspends, together
+            )
         return Code(self._located(node, self.expression(node.value)))
 
     def _BufferStore(self, node: Any) -> Code:
@@ -138,10 +141,13 @@ class Statements:
 
     def _For(self, node: Any) -> Code:
         kind = int(node.kind)
-        if kind == PARALLEL:
+        if kind == PARALLEL and not node.annotations:
             return self._parallel(node)
-        if kind not in (SERIAL, UNROLLED):
+        if kind not in (SERIAL, PARALLEL, UNROLLED):
             raise UnsupportedError(f"loop of kind {kind}: {node.loop_var}")
+        if node.annotations:
+            names = ", ".join(str(name) for name in node.annotations)
+            raise UnsupportedError(f"loop {node.loop_var} with {names} is not simulated")
         place = self.program.variable(node.loop_var)
         if self.expression.inner is not None:
             self.expression.inner.add(node.loop_var)
@@ -176,7 +182,7 @@ class Statements:
             raise UnsupportedError("a parallel loop inside the body of another")
         loops = []
         body = node
-        while type(body).__name__ == "For" and int(body.kind) == PARALLEL:
+        while type(body).__name__ == "For" and int(body.kind) == PARALLEL and not body.annotations:
             loops.append(body)
             body = body.body
         lows = [self.expression.uniform(loop.min, str(loop.loop_var)) for loop in loops]
@@ -309,9 +315,7 @@ def _serial(place: int, low: Closure, extent: Closure, body: Closure) -> Closure
     return run
 
 
-def _serial_together(
-    place: int, low: Closure, extent: Closure, body: Code
-) -> Callable[[Frame], Iterator[Wait | None]]:
+def _serial_together(place: int, low: Closure, extent: Closure, body: Code) -> Callable[[Frame], Iterator[Wait | None]]:
     def repeat(f: Frame, first: int, count: int) -> Iterator[Wait | None]:
         for i in range(first, first + count):
             f.variables[place] = i

@@ -1,4 +1,4 @@
-"""TMA copies: loads land as late as their mbarrier allows, stores read their source as late as tma_store_wait allows."""
+"""TMA: loads land as late as their mbarrier allows, stores read their source as late as tma_store_wait allows."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def wait(frame: Frame, most: int, read_only: bool) -> None:
 def _issue(frame: Frame, outer: Box, inner: Box, order: object) -> tuple[int, np.ndarray]:
     """Check a copy; the warp that issues it and what that warp knows."""
     if not isinstance(outer.memory, GlobalMemory) or not isinstance(inner.memory, SharedMemory):
-        raise UnsupportedError(f"tma_copy between {outer.memory.name} and {inner.memory.name}: wanted global and shared")
+        raise UnsupportedError(
+            f"tma_copy between {outer.memory.name} and {inner.memory.name}: wanted global and shared"
+        )
     if outer.squeezed != inner.squeezed or outer.memory.dtype != inner.memory.dtype:
         raise UnsupportedError(f"tma_copy between boxes {outer.extent} and {inner.extent} of different shape or type")
     frame.whole_warps("tma_copy")

@@ -1,5 +1,7 @@
 """Small kernels of threads that go their own ways; the tests run them and broken copies of them."""
 
+# ruff: noqa: SIM108
+
 import tilelang.language as T
 
 THREADS = 128
@@ -120,7 +122,7 @@ def turns():
             carried = T.alloc_var("int32")
             tx = T.get_thread_binding()
             carried = x[row, tx]
-            for step in T.serial(3):
+            for _ in T.serial(3):
                 line[tx] = carried
                 T.sync_warp()
                 carried = line[tx // 32 * 32 + (tx + 1) % 32]
@@ -188,7 +190,9 @@ def tiles():
     """Fragments: copies, reductions and a parallel loop over shared memory."""
 
     @T.prim_func
-    def main(x: T.Tensor((64, 32), "float32"), rows: T.Tensor((3, 64), "float32"), turned: T.Tensor((32, 64), "float32")):
+    def main(
+        x: T.Tensor((64, 32), "float32"), rows: T.Tensor((3, 64), "float32"), turned: T.Tensor((32, 64), "float32")
+    ):
         with T.Kernel(1, threads=THREADS):
             staged = T.alloc_shared([64, 32], "float32", scope="shared.dyn")
             tile = T.alloc_fragment([64, 32], "float32")

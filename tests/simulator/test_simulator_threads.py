@@ -101,11 +101,14 @@ def test_a_missing_barrier_between_warps_is_a_race(build: Any) -> None:
 
 def test_a_barrier_or_shuffle_by_a_part_of_a_warp_is_refused(build: Any) -> None:
     x, sums = real(5, 128), torch.empty((5, 2))
-    some = build("reduction", ("            T.sync_threads()\n", "            if tx % 32 < 16:\n                T.sync_threads()\n"))
+    some = build(
+        "reduction",
+        ("            T.sync_threads()\n", "            if tx % 32 < 16:\n                T.sync_threads()\n"),
+    )
     with pytest.raises(DivergenceError, match=r"sync_threads\(0\)"):
         simulate(some, x, sums)
-    half = build("reduction", ("mine = mine + T.shfl_xor(mine, 1 << level)",
-                               "if tx % 32 < 16:\n                    mine = mine + T.shfl_xor(mine, 1 << level)"))  # fmt: skip
+    shuffle = "mine = mine + T.shfl_xor(mine, 1 << level)"
+    half = build("reduction", (shuffle, "if tx % 32 < 16:\n" + " " * 20 + shuffle))
     with pytest.raises(DivergenceError, match="shuffle"):
         simulate(half, x, sums)
 
@@ -185,7 +188,10 @@ def test_fragments(build: Any) -> None:
 
 
 def test_a_parallel_loop_reads_what_other_warps_stored_after_a_barrier(build: Any) -> None:
-    kernel = build("tiles", ("            T.copy(tile, staged)\n            T.sync_threads()\n", "            T.copy(tile, staged)\n"))
+    kernel = build(
+        "tiles",
+        ("            T.copy(tile, staged)\n            T.sync_threads()\n", "            T.copy(tile, staged)\n"),
+    )
     with pytest.raises(RaceError, match="staged"):
         simulate(kernel, real(64, 32), torch.empty((3, 64)), torch.empty((32, 64)))
 
