@@ -172,8 +172,11 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
             sys.stderr.write(f"{error}\n")
             return 2
         if args.peers is not None:
-            left = [peer for peer in bench.peers if peer.name in args.peers]
-            bench = dataclasses.replace(bench, peers=left)
+            if unknown := sorted(set(args.peers) - {peer.name for peer in bench.peers}):
+                known = ", ".join(peer.name for peer in bench.peers)
+                sys.stderr.write(f"--peers {unknown[0]} is unknown; {op} has {known}\n")
+                return 2
+            bench = only_peers(bench, args.peers)
         _say(f"{op} {label} on {properties.name}")
         try:
             result = run(bench, CudaClock(), properties.L2_cache_size, args.seconds, _say)
@@ -189,6 +192,12 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
         del bench, result
         _release()
     return 1 if failed else 0
+
+
+def only_peers(bench: Bench, names: Sequence[str]) -> Bench:
+    """The bench with the other baselines left out, and on record as such."""
+    left = [peer if peer.name in names else Skipped(peer.name, "left out by --peers") for peer in bench.peers]
+    return dataclasses.replace(bench, peers=left)
 
 
 def summary(row: dict[str, Any]) -> str:

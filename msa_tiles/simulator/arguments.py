@@ -64,7 +64,7 @@ def _scalar(parameter: Any, argument: Any) -> Any:
     if isinstance(argument, torch.Tensor) or not isinstance(argument, bool | int | float | np.generic):
         raise ArgumentError(f"{parameter.name}: {type(argument).__name__} came, wanted a number")
     dtype = numpy_type(parameter.dtype)
-    if dtype.kind in "iu" and not np.iinfo(dtype).min <= argument <= np.iinfo(dtype).max:
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= int(argument) <= np.iinfo(dtype).max:
         raise ArgumentError(f"{parameter.name}: {argument} does not fit {dtype}")
     return converted(argument, dtype)
 

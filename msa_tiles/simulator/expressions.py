@@ -21,9 +21,12 @@ class Vector(tuple[Any, ...]):
 
 def _divide(a: Any, b: Any) -> Any:
     """C division of integers."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        # In 64 bits: the absolute value of the least int32 is none.
+        wide_a, wide_b = np.asarray(a).astype(np.int64), np.asarray(b).astype(np.int64)
+        quotient = np.abs(wide_a) // np.abs(wide_b) * np.sign(wide_a) * np.sign(wide_b)
+        return quotient.astype(np.result_type(a, b))
     quotient = abs(a) // abs(b)
-    if isinstance(quotient, np.ndarray):
-        return np.where((a < 0) != (b < 0), -quotient, quotient).astype(quotient.dtype)
     return -quotient if (a < 0) != (b < 0) else quotient
 
 
@@ -90,7 +93,7 @@ class Expressions:
         method = getattr(self, "_" + kind, None)
         if method is not None:
             return method(node)
-        if kind in intrinsics.BUILDERS:
+        if kind in intrinsics.BUILDERS and not node.annotations:
             return intrinsics.BUILDERS[kind](self, node)
         raise UnsupportedError(f"{kind} in an expression is not simulated: {node}")
 

@@ -1,7 +1,7 @@
 """Which accesses of shared memory by the lanes of one warp are in order: sync_warp and barriers separate them.
 
 A thread is a number, SEVERAL, or MAPPED: the lane to which a parallel loop gives the element. Two loops over the same
-rows are taken to map alike.
+rows are taken to map alike. A value that several lanes store at once is taken to be each lane's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from msa_tiles.simulator.order import Order
 
-SEVERAL, MAPPED = -1, -2
+SEVERAL, MAPPED, TOGETHER = -1, -2, -3
 
 
 class _Last:
@@ -52,6 +52,7 @@ class Lanes:
         last = self._written
         last.warp[places], last.clock[places] = agents, self.order.clock[agents]
         last.thread[places] = threads
+        last.thread[places[last.thread[places] != threads]] = TOGETHER
         return bad
 
     def forget(self, places: np.ndarray) -> None:
@@ -63,4 +64,4 @@ class Lanes:
 
     def _apart(self, last: _Last, places: np.ndarray, agents: Any, threads: Any) -> np.ndarray:
         unmet = (last.warp[places] == agents) & (last.clock[places] > self.order.met[agents])
-        return unmet & (last.thread[places] != threads)
+        return unmet & (last.thread[places] != threads) & (last.thread[places] != TOGETHER)

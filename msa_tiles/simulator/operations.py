@@ -16,7 +16,6 @@ from msa_tiles.simulator.boxes import Box
 from msa_tiles.simulator.errors import DivergenceError, UnsupportedError
 from msa_tiles.simulator.expressions import Expressions
 from msa_tiles.simulator.frame import WARP, Frame
-from msa_tiles.simulator.program import Closure
 from msa_tiles.simulator.shared import SharedMemory
 
 Built = tuple[Callable[[Frame], Any], bool, bool]
@@ -58,7 +57,6 @@ def _options(node: Any, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(compiler: Expressions, node: Any) -> Built:
-    _options(node, {})
     source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
     return lambda f: boxes.copy(f, source(f), target(f)), False, True
 
@@ -69,7 +67,6 @@ def _fill(compiler: Expressions, node: Any) -> Built:
 
 
 def _reduce(compiler: Expressions, node: Any) -> Built:
-    _options(node, {})
     source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
     kind, dim = str(node.args[2].value), compiler.constant(node.args[3], "axis of a reduction")
     clear = bool(compiler.constant(node.args[4], "clear of a reduction"))
@@ -172,11 +169,22 @@ def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
     return run, False, True
 
 
-def _plain(build: Callable[[Expressions, Any], Closure]) -> Callable[[Expressions, Any], Built]:
-    return lambda compiler, node: (build(compiler, node), False, False)
+def _store_128(compiler: Expressions, node: Any) -> Built:
+    return intrinsics.store_128(compiler, node), False, False
 
 
-BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
+def build(compiler: Expressions, node: Any) -> Built | None:
+    """The operation of a call; None for one that is not here."""
+    name = str(node.op.name)
+    if name not in _BUILDERS:
+        return None
+    if name not in _WITH_OPTIONS:
+        _options(node, {})
+    return _BUILDERS[name](compiler, node)
+
+
+_WITH_OPTIONS = {"tl.tileop.wgmma_gemm", "tl.tileop.tma_copy"}
+_BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.fill": _fill,
     "tl.tileop.reduce": _reduce,
@@ -190,5 +198,5 @@ BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.sync_warp": _sync_warp,
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
-    "tl.stg128": _plain(intrinsics.store_128),
+    "tl.stg128": _store_128,
 }

@@ -159,9 +159,9 @@ class SharedMemory:
             # Iterations of one parallel loop read and write their own elements.
             late[agents] &= self.reads[agents, places] != self.order.clock[agents]
         if late.any():
-            reader = int(late.any(1).argmax())
+            reader, bad = int(late.any(1).argmax()), late.max(0)
             raise RaceError(
-                f"{self.name}{self._at(places, late.any(0))}: {what} of {self._who(agents, late.any(0))} over what "
+                f"{self.name}{self._at(places, bad)}: {what} of {self._who(agents, bad)} over what "
                 f"{self._agent(reader)} reads, {NO_BARRIER}"
             )
 

@@ -99,8 +99,9 @@ class Statements:
         kind = kind_of(node.value)
         if kind == "IntImm":
             return NOTHING
-        if kind in operations.BUILDERS:
-            run, suspends, together = operations.BUILDERS[kind](self.expression, node.value)
+        operation = operations.build(self.expression, node.value) if type(node.value).__name__ == "Call" else None
+        if operation is not None:
+            run, suspends, together = operation
             if together and self.expression.inner is not None:
                 raise UnsupportedError(f"{kind} in a parallel loop")
             return Code(
@@ -140,10 +141,13 @@ class Statements:
 
     def _For(self, node: Any) -> Code:
         kind = int(node.kind)
-        if kind == PARALLEL:
+        if kind == PARALLEL and not node.annotations:
             return self._parallel(node)
-        if kind not in (SERIAL, UNROLLED):
+        if kind not in (SERIAL, PARALLEL, UNROLLED):
             raise UnsupportedError(f"loop of kind {kind}: {node.loop_var}")
+        if node.annotations:
+            names = ", ".join(str(name) for name in node.annotations)
+            raise UnsupportedError(f"loop {node.loop_var} with {names} is not simulated")
         place = self.program.variable(node.loop_var)
         if self.expression.inner is not None:
             self.expression.inner.add(node.loop_var)
@@ -178,7 +182,7 @@ class Statements:
             raise UnsupportedError("a parallel loop inside the body of another")
         loops = []
         body = node
-        while type(body).__name__ == "For" and int(body.kind) == PARALLEL:
+        while type(body).__name__ == "For" and int(body.kind) == PARALLEL and not body.annotations:
             loops.append(body)
             body = body.body
         lows = [self.expression.uniform(loop.min, str(loop.loop_var)) for loop in loops]

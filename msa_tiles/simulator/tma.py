@@ -1,4 +1,4 @@
-"""TMA copies: loads land as late as their mbarrier allows, stores read their source as late as tma_store_wait allows."""
+"""TMA: loads land as late as their mbarrier allows, stores read their source as late as tma_store_wait allows."""
 
 from __future__ import annotations
 

@@ -84,6 +84,13 @@ def test_an_absent_or_failing_baseline_is_skipped_with_the_reason():
     assert set(result.timings) == {OURS, "b"}
 
 
+def test_baselines_left_out_are_on_record():
+    made = harness.only_peers(bench(contender("a", 3.0), contender("b", 5.0), Skipped("c", "not installed")), ["a"])
+    result, _ = run(made)
+    assert set(result.timings) == {OURS, "a"}
+    assert result.skipped == {"b": "left out by --peers", "c": "left out by --peers"}
+
+
 def test_a_baseline_that_fails_while_timed_loses_its_figures():
     class Failing(FakeClock):
         def load(self, calls):

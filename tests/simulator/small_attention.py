@@ -4,6 +4,8 @@ Each tile of 64 queries reads the key blocks that its row of ids names; a negati
 loads Q, K and V by TMA, a consumer warpgroup multiplies, keeps an online softmax, and stores through shared memory.
 """
 
+# ruff: noqa: E741
+
 import tilelang.language as T
 
 ROWS = 64

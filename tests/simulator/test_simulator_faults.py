@@ -65,62 +65,67 @@ def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> Non
     attend(planted("small_attention", tmp_path).attention(), seed, late)
 
 
-CONSUMER_SYNC = "T.sync_threads(8, 128)\n"
-FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exception], ...]]] = {
-    "wrong parity, full": ([("barrier_wait(k_full[stage], phase)", "barrier_wait(k_full[stage], phase ^ 1)")],
-                           (WrongResultError, DeadlockError, RaceError)),
-    "wrong parity, free": ([("barrier_wait(kv_free[stage], phase ^ 1)", "barrier_wait(kv_free[stage], phase)")],
-                           DeadlockError),
-    "parity never flips": ([("barrier_wait(kv_free[stage], phase ^ 1)", "barrier_wait(kv_free[stage], 1)")],
-                           (RaceError, WrongResultError)),
-    "dropped wait for K": ([("T.barrier_wait(k_full[stage], phase)", "pass")], (WrongResultError, RaceError)),
-    "dropped wait for V": ([("T.barrier_wait(v_full[stage], phase)", "pass")], (WrongResultError, RaceError)),
-    "dropped wait for room": ([("T.barrier_wait(kv_free[stage], phase ^ 1)", "pass")], RaceError),
-    "dropped wait for Q": ([("T.barrier_wait(q_full, tile & 1)", "pass")], (WrongResultError, RaceError)),
+# Line ends of the kernel's text: in the loop over tiles, in the consumer's loop over blocks, and in a branch there.
+TILE, BLOCKS, BRANCH = ("\n" + " " * n for n in (20, 24, 28))
+WAIT, STORE_WAIT, FENCE, SYNC = (
+    "T.wait_wgmma(0)",
+    "T.tma_store_wait(0)",
+    "T.fence_proxy_async()",
+    "T.sync_threads(8, 128)",
+)
+K_FULL, V_FULL, Q_FULL = (
+    "barrier_wait(k_full[stage], phase",
+    "barrier_wait(v_full[stage], phase",
+    "barrier_wait(q_full, tile",
+)
+KV_FREE = "barrier_wait(kv_free[stage], phase ^ 1)"
+KV_ARRIVE, Q_ARRIVE = "T.barrier_arrive(kv_free[stage])", "T.barrier_arrive(q_free)"
+COUNT, CLEAR = "T.alloc_barrier(arrive_count=", "clear_accum=n == 0"
+ONE_THREAD = "if tx == 0:"
+UNSEEN = (WrongResultError, RaceError)
+
+Fault = tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exception], ...]]
+FAULTS: dict[str, Fault] = {
+    "wrong parity of a full stage": ([(f"{K_FULL})", f"{K_FULL} ^ 1)")], (*UNSEEN, DeadlockError)),
+    "wrong parity of a free stage": ([(KV_FREE, "barrier_wait(kv_free[stage], phase)")], DeadlockError),
+    "parity that never flips": ([(KV_FREE, "barrier_wait(kv_free[stage], 1)")], UNSEEN),
+    "dropped wait for K": ([(f"T.{K_FULL})", "pass")], UNSEEN),
+    "dropped wait for V": ([(f"T.{V_FULL})", "pass")], UNSEEN),
+    "dropped wait for Q": ([(f"T.{Q_FULL} & 1)", "pass")], UNSEEN),
+    "dropped wait for room": ([(f"T.{KV_FREE}", "pass")], RaceError),
     "dropped arrival of the producer": ([("T.barrier_arrive(v_full[stage])", "pass")], DeadlockError),
-    "dropped arrival of the consumer": ([("T.barrier_arrive(kv_free[stage])", "pass")], DeadlockError),
-    "dropped wait_wgmma of S": ([("T.wait_wgmma(0)", "pass")], InFlightError),
-    "dropped wait_wgmma of O": ([("clear_accum=n == 0)\n                        T.wait_wgmma(0)", "clear_accum=n == 0)")],
-                                (InFlightError, WrongResultError, RaceError)),
-    "wait_wgmma leaves one": ([("T.wait_wgmma(0)", "T.wait_wgmma(1)")], InFlightError),
-    "freed before wait_wgmma": ([
-        ("T.wait_wgmma(0)\n                        T.barrier_arrive(kv_free[stage])",
-         "T.barrier_arrive(kv_free[stage])\n                        T.wait_wgmma(0)"),
-        ("STAGES = 2", "STAGES = 1")], (WrongResultError, RaceError)),
-    "dropped tma_store_wait": ([("T.tma_store_wait(0)\n                    T.sync", "T.sync")], (WrongResultError, RaceError)),
-    "dropped last tma_store_wait": ([("                T.tma_store_wait(0)\n\n", "\n")], InFlightError),
-    "missing fence before the store": ([("T.fence_proxy_async()", "pass")], ProxyFenceError),
-    "fence after the barrier": ([("T.fence_proxy_async()\n                    T.sync_threads(8, 128)",
-                                  "T.sync_threads(8, 128)\n                    T.fence_proxy_async()")], ProxyFenceError),
-    "fence by one thread": ([("T.fence_proxy_async()", "if tx == 0:\n                        T.fence_proxy_async()")],
-                            ProxyFenceError),
-    "no barrier before the store": ([("T.fence_proxy_async()\n                    T.sync_threads(8, 128)",
-                                      "T.fence_proxy_async()")], RaceError),
-    "no barrier after tma_store_wait": ([(CONSUMER_SYNC + "                    T.copy(O,", "T.copy(O,")], RaceError),
-    "accumulator always cleared": ([("clear_accum=n == 0", "clear_accum=True")], WrongResultError),
-    "accumulator never cleared": ([("clear_accum=n == 0", "clear_accum=False")], (UninitialisedError, WrongResultError)),
+    "dropped arrival of the consumer": ([(KV_ARRIVE, "pass")], DeadlockError),
+    "arrival of one thread": ([(Q_ARRIVE, f"{ONE_THREAD}{BRANCH}    {Q_ARRIVE}")], DeadlockError),
+    "barrier counts too few": ([(f"kv_free = {COUNT}[128", f"kv_free = {COUNT}[64")], BarrierError),
+    "barrier counts too many": ([(f"q_free = {COUNT}128", f"q_free = {COUNT}256")], DeadlockError),
+    "named barrier counts too few": ([(SYNC, "T.sync_threads(8, 64)")], BarrierError),
+    "named barrier counts too many": ([(SYNC, "T.sync_threads(8, 256)")], (DeadlockError, BarrierError)),
+    "dropped wait_wgmma of S": ([(WAIT, "pass")], InFlightError),
+    "dropped wait_wgmma of O": ([(f"n == 0){BLOCKS}{WAIT}", "n == 0)")], (*UNSEEN, InFlightError)),
+    "wait_wgmma that leaves one": ([(WAIT, "T.wait_wgmma(1)")], InFlightError),
+    "stage freed before wait_wgmma": ([(f"{WAIT}{BLOCKS}{KV_ARRIVE}", f"{KV_ARRIVE}{BLOCKS}{WAIT}")], UNSEEN),
+    "accumulator always cleared": ([(CLEAR, "clear_accum=True")], WrongResultError),
+    "accumulator never cleared": ([(CLEAR, "clear_accum=False")], (UninitialisedError, WrongResultError)),
     "missing rescale of O": ([("if n > 0:", "if n > 99:")], WrongResultError),
     "missing rescale of the sum": ([("row_sum[i] * old_max[i] + part", "row_sum[i] + part")], WrongResultError),
     "maximum not carried on": ([("dim=1, clear=False", "dim=1, clear=True")], WrongResultError),
     "maximum not initialised": ([('T.fill(row_max, -T.infinity("float32"))', "pass")], UninitialisedError),
-    "barrier counts too few": ([("kv_free = T.alloc_barrier(arrive_count=[128]", "kv_free = T.alloc_barrier(arrive_count=[64]")],
-                               BarrierError),
-    "barrier counts too many": ([("q_free = T.alloc_barrier(arrive_count=128)", "q_free = T.alloc_barrier(arrive_count=256)")],
-                                DeadlockError),
-    "named barrier counts too many": ([("T.sync_threads(8, 128)", "T.sync_threads(8, 256)")], (DeadlockError, BarrierError)),
-    "named barrier counts too few": ([("T.sync_threads(8, 128)", "T.sync_threads(8, 64)")], BarrierError),
-    "one thread arrives": ([("T.barrier_arrive(q_free)", "if tx == 0:\n                                T.barrier_arrive(q_free)")],
-                           DeadlockError),
+    "dropped tma_store_wait": ([(f"{STORE_WAIT}{TILE}", "")], UNSEEN),
+    "dropped last tma_store_wait": ([(f"                {STORE_WAIT}\n\n", "\n")], InFlightError),
+    "no barrier after tma_store_wait": ([(f"{STORE_WAIT}{TILE}{SYNC}", STORE_WAIT)], RaceError),
+    "missing fence before a TMA store": ([(FENCE, "pass")], ProxyFenceError),
+    "fence by one thread": ([(FENCE, f"{ONE_THREAD}{BLOCKS}{FENCE}")], ProxyFenceError),
+    "fence after the barrier": ([(f"{FENCE}{TILE}{SYNC}", f"{SYNC}{TILE}{FENCE}")], ProxyFenceError),
+    "no barrier before a TMA store": ([(f"{FENCE}{TILE}{SYNC}", FENCE)], RaceError),
+    "wrong stage": ([("K_shared[stage, :, :], barrier", "K_shared[0, :, :], barrier")], UNSEEN),
+    "bytes on another barrier": ([("barrier=v_full[stage]", "barrier=k_full[stage]")], UNSEEN),
+    "load that nobody waits for": ([
+        ("            else:\n", "                T.barrier_wait(q_free, (tiles & 1) ^ 1)\n"
+         "                T.tma_copy(q[0:ROWS, :], Q_shared, barrier=q_full)\n            else:\n")], InFlightError),
     "id out of bounds": ([("visible[T.max(id, 0)])", "visible[T.max(id, 0) + 1])")], OutOfBoundsError),
-    "id below zero": ([("keys = T.if_then_else(id < 0, 0, visible[T.max(id, 0)])", "keys = visible[id]")], OutOfBoundsError),
+    "id below zero": ([("T.if_then_else(id < 0, 0, visible[T.max(id, 0)])", "visible[id]")], OutOfBoundsError),
     "wrong block": ([("first = T.max(ids[tile, n], 0)", "first = T.max(ids[tile, n] + 1, 0)")], WrongResultError),
     "tail not masked": ([("j < keys", "j < 64")], WrongResultError),
-    "wrong stage": ([("K_shared[stage, :, :], barrier", "K_shared[0, :, :], barrier")], (RaceError, WrongResultError)),
-    "load before the arrival of another": ([("barrier=v_full[stage]", "barrier=k_full[stage]")],
-                                           (WrongResultError, RaceError)),
-    "ends with a load on its way": ([("            else:\n", "                T.barrier_wait(q_free, (tiles & 1) ^ 1)\n"
-                                      "                T.tma_copy(q[0:ROWS, :], Q_shared, barrier=q_full)\n            else:\n")],
-                                    InFlightError),
 }  # fmt: skip
 
 
@@ -134,7 +139,7 @@ def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
 
 
 def test_messages_say_where(tmp_path: Path) -> None:
-    kernel = planted("small_attention", tmp_path, *FAULTS["missing fence before the store"][0]).attention()
+    kernel = planted("small_attention", tmp_path, *FAULTS["missing fence before a TMA store"][0]).attention()
     with pytest.raises(
         SimulationError, match=r"O_shared\[0, 0\](.|\n)*threads 0-127 of CTA \(0,\), at (.|\n)*tma_copy"
     ):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import calls
 import pytest
+import simulated_calls
 import torch
-from calls import Call
+from simulated_calls import Call
 
 from msa_tiles.runtime.registry import Cell, default_registry
 
@@ -22,7 +22,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-# By operator and name: requests and other facts of the call, then the arguments of the function in `calls`.
+# By operator and name: requests and other facts of the call, then the arguments of the function in `simulated_calls`.
 CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "index_score": {
         "mixed": ({"sequences": MIXED, "seed": 1}, {"head_dim": 64, "block_size": 64}),
@@ -141,16 +141,16 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases])
 def test_a_generated_kernel_is_right(op: str, case: str) -> None:
     call, arguments = CASES[op][case]
-    getattr(calls, op)(Call(**call), **arguments)
+    getattr(simulated_calls, op)(Call(**call), **arguments)
 
 
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]
-    calls.select_blocks(
+    simulated_calls.select_blocks(
         Call(sequences, seed=seed, values="integer"), head_dim=64, block_size=64, topk=8, k=2, heads_per_group=2
     )
-    calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
+    simulated_calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
 
 
 @pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
