@@ -56,9 +56,7 @@ def test_a_million_tokens_in_one_call() -> None:
         scores = (idx_q[token].float() @ idx_k[: token + 1].float().T).contiguous()
         scores = torch.nn.functional.pad(scores, (0, -(token + 1) % BLOCK), value=-math.inf)
         scores = scores.unflatten(1, (-1, BLOCK)).amax(-1)
-        wanted = reference.topk_select(
-            scores[:, None], TOPK, num_valid_blocks=token // BLOCK + 1, num_kv_heads=4
-        )[:, 0]
+        wanted = reference.topk_select(scores[:, None], TOPK, num_valid_blocks=token // BLOCK + 1, num_kv_heads=4)[:, 0]
         assert (ids[:, token] == wanted).float().mean() > 0.95  # near ties may fall otherwise in bfloat16
         torch.testing.assert_close(out[token].float(), row(q, k, v, ids, token), atol=0.01, rtol=0.02)
     assert not bool(out[::4099].isnan().any()) and not bool(lse[::4099].isnan().any())

@@ -31,10 +31,22 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 128, "heads": 3},
         ),
         "not causal": ({"sequences": MIXED, "seed": 3}, {"head_dim": 128, "block_size": 64, "causal": False}),
-        "many blocks": ({"sequences": [(3, 2200), (66, 2113)], "seed": 4}, {"head_dim": 64, "block_size": 64}),
-        "wide output": ({"sequences": MIXED, "seed": 5}, {"head_dim": 64, "block_size": 128, "width": 40}),
-        "narrow output": ({"sequences": MIXED, "seed": 6}, {"head_dim": 64, "block_size": 64, "width": 2}),
-        "at once": ({"sequences": MIXED, "seed": 7, "late": False}, {"head_dim": 64, "block_size": 64}),
+        "many blocks": (
+            {"sequences": [(3, 2200), (66, 2113)], "seed": 4, "pages_per_block": 1},
+            {"head_dim": 64, "block_size": 64},
+        ),
+        "wide output": (
+            {"sequences": MIXED, "seed": 5, "pages_per_block": 2, "positions": True},
+            {"head_dim": 64, "block_size": 128, "width": 40},
+        ),
+        "narrow output": (
+            {"sequences": MIXED, "seed": 6, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64, "width": 2},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 7, "late": False, "pages_per_block": 8},
+            {"head_dim": 64, "block_size": 64},
+        ),
     },
     "topk_select": {
         "few blocks": ({"sequences": FEW, "seed": 1}, {"topk": 8, "k": 5, "blocks": 3, "heads": 2}),
@@ -47,7 +59,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"topk": 16, "k": 11, "blocks": 130, "heads": 2, "lanes_log2": 5, "order": 2, "init_blocks": 2},
         ),
         "by position": (
-            {"sequences": MIXED, "seed": 4, "rows_behind": 3},
+            {"sequences": MIXED, "seed": 4, "rows_behind": 3, "positions": True},
             {"topk": 32, "k": 20, "blocks": 4, "mode": 0, "lanes_log2": 2, "order": 1},
         ),
         "one count": ({"sequences": FEW, "seed": 5}, {"topk": 64, "k": 40, "blocks": 100, "mode": 1}),
@@ -69,16 +81,23 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             },
         ),
         "long list": (
-            {"sequences": [(20, 1000)], "seed": 3, "values": "integer"},
+            {"sequences": [(20, 1000)], "seed": 3, "values": "integer", "pages_per_block": 1},
             {"head_dim": 64, "block_size": 64, "topk": 64, "k": 33, "heads_per_group": 1, "order": 1},
         ),
         "many blocks": (
-            {"sequences": [(66, 1111)], "seed": 4, "values": "integer"},
+            {"sequences": [(66, 1111)], "seed": 4, "values": "integer", "pages_per_block": 2, "positions": True},
             {"head_dim": 64, "block_size": 64, "topk": 32, "k": 20, "heads_per_group": 4},
         ),
         "at once": (
-            {"sequences": MIXED, "seed": 5, "values": "integer", "late": False},
+            {"sequences": MIXED, "seed": 5, "values": "integer", "late": False, "pages_per_block": 4},
             {"head_dim": 64, "block_size": 64, "topk": 8, "k": 5, "heads_per_group": 1},
+        ),
+        "small pages, used": (
+            {
+                "sequences": MIXED, "seed": 6, "values": "integer", "shortened": True, "rows_behind": 9,
+                "pages_per_block": 8, "positions": True,
+            },
+            {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
     },
     "build_schedule": {
@@ -89,7 +108,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         "wide rows": ({"sequences": [(9, 6000)], "seed": 3}, {"block_size": 64, "topk": 40, "window": 128}),
         "sticky": (
-            {"sequences": [(300, 333)], "seed": 4},
+            {"sequences": [(300, 333)], "seed": 4, "positions": True},
             {"block_size": 64, "topk": 2, "window": 256, "sticky": True},
         ),
         "more blocks than counters": (
@@ -107,15 +126,15 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3},
         ),
         "large group": (
-            {"sequences": [(60, 150), (20, 70)], "seed": 3},
+            {"sequences": [(60, 150), (20, 70)], "seed": 3, "pages_per_block": 1, "shortened": True},
             {"head_dim": 128, "block_size": 64, "group": 16, "topk": 2, "ctas": 1},
         ),
         "one head a group": (
-            {"sequences": [(60, 150), (20, 70)], "seed": 4},
+            {"sequences": [(60, 150), (20, 70)], "seed": 4, "pages_per_block": 2, "positions": True},
             {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3},
         ),
         "two heads a group": (
-            {"sequences": [(60, 150)], "seed": 5},
+            {"sequences": [(60, 150)], "seed": 5, "pages_per_block": 4},
             {"head_dim": 64, "block_size": 64, "group": 2, "topk": 3, "ctas": 5},
         ),
         "sticky": (
@@ -123,7 +142,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64, "group": 8, "topk": 3, "sticky": True, "ctas": 1},
         ),
         "at once": (
-            {"sequences": MIXED, "seed": 7, "late": False},
+            {"sequences": MIXED, "seed": 7, "late": False, "pages_per_block": 8},
             {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2},
         ),
     },
@@ -156,4 +175,4 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
 @pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
 def test_every_value_of_every_compile_time_dim_is_simulated(cell: Cell) -> None:
     for dim, values in cell.variants.items():
-        assert {arguments[dim] for _, arguments in CASES[cell.op].values()} == set(values)
+        assert {(call | arguments).get(dim, 0) for call, arguments in CASES[cell.op].values()} == set(values)

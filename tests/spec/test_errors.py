@@ -62,7 +62,8 @@ MISTAKES = {
     "dim with the name of a quantity":
         (ATTENTION, "  topk: runtime", "  visible_keys: runtime", 0, "a roofline quantity"),
     "variants of unlisted dims":
-        (ATTENTION, "exact: [head_dim, block_size, group, pages_per_block]", "exact: [head_dim]", -1, "must name each of head_dim"),
+        (ATTENTION, "exact: [head_dim, block_size, group, pages_per_block]", "exact: [head_dim]", -1,
+         "must name each of head_dim"),
     "variant point out of range":
         (ATTENTION, "block_size: 64, group: 8,", "block_size: 96, group: 8,", 0, "block_size 96 is none of its"),
     "variant point twice":
