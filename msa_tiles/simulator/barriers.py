@@ -5,7 +5,7 @@ A coroutine of the scheduler yields None to let others run, or a `Wait` until wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,9 +24,6 @@ class Wait(Protocol):
 
     def reason(self) -> str:
         """What it waits for, for the report of a deadlock."""
-
-
-Coroutine = Generator["Wait | None", None, None]
 
 
 class Mbarrier:
@@ -182,7 +179,7 @@ class Children:
 class Fork:
     """Asks the scheduler to run coroutines and to resume the asker when they are done."""
 
-    frames: list[tuple[Frame, Coroutine]]
+    frames: list[tuple[Frame, Iterator[Wait | None]]]
 
     def over(self) -> bool:
         return False

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from msa_tiles.simulator import intrinsics
-from msa_tiles.simulator.dtypes import converted, is_float, numpy_type, vector_type, wrapped
+from msa_tiles.simulator.dtypes import converted, is_float, numpy_type, wrapped
 from msa_tiles.simulator.errors import SimulationError, UnsupportedError
 from msa_tiles.simulator.frame import Frame, uniform
 from msa_tiles.simulator.program import BufferInfo, Closure, Program, kind_of, reads_memory
@@ -258,7 +258,3 @@ class Expressions:
         if self.constant(node.stride, "stride of a vector index") != 1:
             raise UnsupportedError(f"vector index {node}")
         return self.constant(node.lanes, "length of a vector index")
-
-    def vector_lanes(self, node: Any) -> int:
-        """Elements of a call's vector type."""
-        return vector_type(node.dtype)[1]

@@ -129,14 +129,14 @@ class LocalMemory:
                 return value
             row = self.array[place]
             return row if frame.lanes is None else row[frame.lanes]
-        self._spread_all(frame)
+        self._spread_all()
         lanes = np.arange(self.array.shape[1]) if frame.lanes is None else frame.lanes
         return self.array[self._flat(checked), lanes]
 
     def store(self, frame: Frame, index: Index, value: Any) -> None:
         checked, same = inside(frame, index, self.shape, self.name)
         if not same:
-            self._spread_all(frame)
+            self._spread_all()
             lanes = np.arange(self.array.shape[1]) if frame.lanes is None else frame.lanes
             place, lanes, values = active_lanes(frame, [self._flat(checked), lanes, value])
             self.array[place, lanes] = values
@@ -168,7 +168,7 @@ class LocalMemory:
             self.array[place] = self.common[place]
             self.common[place] = None
 
-    def _spread_all(self, frame: Frame) -> None:
+    def _spread_all(self) -> None:
         for place in range(len(self.common)):
             self._spread(place)
 

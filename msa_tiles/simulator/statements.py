@@ -278,7 +278,7 @@ def _fork(condition: Closure, yes: Code, no: Code) -> Callable[[Frame], Iterator
         if isinstance(c, np.ndarray) and c.any() != c.all():
             parts: Sequence[tuple[Code, np.ndarray]] = ((yes, c), (no, ~c))
             frames = [(f.split(chosen), code) for code, chosen in parts if code is not NOTHING]
-            yield Fork([(frame, code.start(frame)) for frame, code in frames])  # type: ignore[misc]
+            yield Fork([(frame, code.start(frame)) for frame, code in frames])
             return
         taken = bool(c.all()) if isinstance(c, np.ndarray) else c
         yield from (yes if taken else no).start(f)
@@ -327,7 +327,7 @@ def _serial_together(place: int, low: Closure, extent: Closure, body: Code) -> C
             kinds = np.unique(count)
             if len(kinds) > 1:
                 frames = [(f.split(count == n), int(n)) for n in kinds]
-                yield Fork([(frame, repeat(frame, first, n)) for frame, n in frames])  # type: ignore[misc]
+                yield Fork([(frame, repeat(frame, first, n)) for frame, n in frames])
                 return
             count = int(kinds[0])
         yield from repeat(f, first, count)

@@ -21,7 +21,7 @@ def load(frame: Frame, source: Box, target: Box, barrier: Mbarrier) -> None:
     """Global to shared. The target is undefined from now until the phase of the barrier completes."""
     memory = target.memory
     assert isinstance(memory, SharedMemory)
-    leader, knows = _issue(frame, source, target, barrier.order)
+    leader, knows = _issue(frame, source, target)
     places = target.places
     memory.check_write(places, leader, "a TMA load")
     memory.check_published(places, knows, "a TMA load over this")
@@ -49,7 +49,7 @@ class Store:
         memory = source.memory
         assert isinstance(memory, SharedMemory)
         self.cta, self.source, self.target = frame.cta, source, target
-        self.leader, knows = _issue(frame, target, source, frame.cta.order)
+        self.leader, knows = _issue(frame, target, source)
         places = source.places
         if not memory.clock[0, places].all():
             raise UninitialisedError(f"{memory.name}: a TMA store reads what nobody wrote")
@@ -102,7 +102,7 @@ def wait(frame: Frame, most: int, read_only: bool) -> None:
                 cta.land_stores()
 
 
-def _issue(frame: Frame, outer: Box, inner: Box, order: object) -> tuple[int, np.ndarray]:
+def _issue(frame: Frame, outer: Box, inner: Box) -> tuple[int, np.ndarray]:
     """Check a copy; the warp that issues it and what that warp knows."""
     if not isinstance(outer.memory, GlobalMemory) or not isinstance(inner.memory, SharedMemory):
         raise UnsupportedError(
