@@ -163,9 +163,6 @@ def test_a_generated_kernel_is_right(op: str, case: str) -> None:
     getattr(simulated_calls, op)(Call(**call), **arguments)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="build_schedule takes a row's ids past the 32nd for those of a request that begins soon after"
-)
 def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
     call = Call([(127, 85), (1, 64), (3, 1)], seed=1)
     simulated_calls.build_schedule(call, block_size=128, topk=64, window=256)

@@ -56,6 +56,7 @@ def build_schedule(block_size: int):
     ):  # fmt: skip
         """Visit this warp's edges whose block number is in [low, high); count them, or write them when `write`."""
         request = T.alloc_local([1], "int32")
+        group_request = T.alloc_var("int32")
         place = T.alloc_var("int32")
         ids = T.alloc_local([PREFETCH], "int32")
         request[0] = 0
@@ -63,6 +64,10 @@ def build_schedule(block_size: int):
             last_at_most(cu_seqlens_q, requests, first_query, request)
         for group in T.serial(T.ceildiv(last_query - first_query, PREFETCH)):
             for step in T.serial(T.ceildiv(topk, 32)):
+                # Every step walks the group's queries again, from the request of the first one.
+                if step > 0:
+                    request[0] = group_request
+                group_request = request[0]
                 slot = step * 32 + lane
                 for ahead in T.unroll(PREFETCH):
                     ids[ahead] = -1
