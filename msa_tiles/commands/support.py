@@ -48,6 +48,7 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
     flags = {
         "generated": generated,
         "compiled": generated and evidence.is_compiled(cell, registry.targets[cell.target]),
+        "simulated": generated and evidence.is_simulated(cell),
         "verified": generated and evidence.is_verified(cell, evidence.read_verified(registry.directory)),
     }
     return {

@@ -8,17 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.runtime.build import audit_compiled, ci_jobs
-from msa_tiles.runtime.cache import Cache
+from msa_tiles.runtime.cache import Cache, default_root
 from msa_tiles.runtime.registry import Cell, Target
 
 VERIFIED = "verified.json"
-FLAGS = ("generated", "compiled", "verified")  # from the weakest to the strongest
+FLAGS = ("generated", "compiled", "simulated", "verified")  # from the weakest to the strongest
 
 
 def is_compiled(cell: Cell, target: Target, cache: Cache | None = None) -> bool:
     """Whether this machine's cache holds every variant that continuous integration compiles, and each audit holds."""
     jobs = ci_jobs([cell])
     return bool(jobs) and all(not audit_compiled(job, target, cache) for job in jobs)
+
+
+def is_simulated(cell: Cell, root: Path | None = None) -> bool:
+    """Whether every simulator case of the cell passed on this machine, with the digest that the cell has now."""
+    return _simulated_mark(cell, root).is_file()
+
+
+def mark_simulated(cell: Cell, root: Path | None = None) -> None:
+    """Record that every simulator case of the cell has just passed."""
+    mark = _simulated_mark(cell, root)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def _simulated_mark(cell: Cell, root: Path | None) -> Path:
+    return (root or default_root()) / "simulated" / f"{cell.id}-{cell.digest}"
 
 
 def read_verified(generated: Path) -> dict[str, dict[str, Any]]:

@@ -63,7 +63,15 @@ def test_verified_goes_with_the_digest(cell: Cell, tmp_path: Path) -> None:
         evidence.read_verified(tmp_path)
 
 
+def test_simulated_goes_with_the_digest(cell: Cell, tmp_path: Path) -> None:
+    assert not evidence.is_simulated(cell, tmp_path)
+    evidence.mark_simulated(cell, tmp_path)
+    assert evidence.is_simulated(cell, tmp_path)
+    assert not evidence.is_simulated(dataclasses.replace(cell, digest="f" * 16), tmp_path)
+
+
 def test_status_is_the_strongest_flag() -> None:
     assert evidence.status({"generated": True, "compiled": False, "verified": False}) == "generated"
-    assert evidence.status({"generated": True, "compiled": True, "verified": True}) == "verified"
+    assert evidence.status({"generated": True, "compiled": True, "simulated": True, "verified": False}) == "simulated"
+    assert evidence.status({"generated": True, "compiled": True, "simulated": False, "verified": True}) == "verified"
     assert evidence.status({"generated": False, "compiled": False, "verified": False}) == "missing"
