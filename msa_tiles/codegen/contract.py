@@ -29,6 +29,10 @@ def header(plan: KernelPlan, operator: Operator, precision: Precision, digest: s
     lines += ["Dims", *_columns([_dim(name, operator) for name in operator.dims])]
     if operator.rules:
         lines += ["Rules", *(part for rule in operator.rules for part in _wrap(f"  {rule}", hang=4))]
+    for heading, served in (("Serves", True), ("Does not serve", False)):
+        features = [[name, why] for name, why in operator.features.items() if (name in plan.features) == served]
+        if features:
+            lines += [heading, *_columns(features)]
     return "\n".join(f"# {line}".rstrip() for line in lines) + "\n\n"
 
 

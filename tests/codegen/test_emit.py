@@ -65,6 +65,10 @@ def test_the_header_states_the_contract(toy: Toy) -> None:
         "#   total_q  runtime",
         "# Rules",
         "#   total_q <= 1000",
+        "# Serves",
+        "#   negative  a negative factor",
+        "# Does not serve",
+        "#   paged  rows in pages",
     ]
 
 

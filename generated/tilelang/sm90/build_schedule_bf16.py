@@ -28,6 +28,10 @@
 #   num_sequences  runtime
 # Rules
 #   topk <= 64
+# Serves
+#   q_positions  a position for each query instead of the rule of its sequence
+# Does not serve
+#   k_offset  the keys of a call are a shard that begins at k_offset
 
 """Reverse index of a block selection: for every KV block, the (query, slot) edges that chose it, and the task list.
 

@@ -28,6 +28,12 @@
 #   total_k          runtime
 #   num_sequences    runtime
 #   max_blocks       runtime
+# Serves
+#   paged        keys in pages of a pool, found through page_table
+#   q_positions  a position for each query instead of the rule of its sequence
+# Does not serve
+#   k_offset           the keys of a call are a shard that begins at k_offset
+#   strided_unaligned  a stride or an address that is no multiple of 16 bytes
 
 """Indexer scores with block max-pool: one float32 per query, index head and KV block.
 

@@ -36,6 +36,12 @@
 # Rules
 #   num_index_heads % num_kv_heads == 0
 #   topk <= 64
+# Serves
+#   paged        keys in pages of a pool, found through page_table
+#   q_positions  a position for each query instead of the rule of its sequence
+# Does not serve
+#   k_offset           the keys of a call are a shard that begins at k_offset
+#   strided_unaligned  a stride or an address that is no multiple of 16 bytes
 
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 

@@ -38,6 +38,12 @@
 # Rules
 #   num_q_heads % num_kv_heads == 0
 #   topk <= 64
+# Serves
+#   paged        keys and values in pages of a pool, found through page_table
+#   q_positions  a position for each query instead of the rule of its sequence
+# Does not serve
+#   k_offset           the keys of a call are a shard that begins at k_offset
+#   strided_unaligned  a stride or an address that is no multiple of 16 bytes
 
 """KV-outer sparse attention over one query window: every KV block meets the queries that selected it.
 

@@ -36,6 +36,10 @@
 #   num_index_heads % num_kv_heads == 0
 #   topk <= 64
 #   max_blocks <= 16384
+# Serves
+#   q_positions  a position for each query instead of the rule of its sequence
+# Does not serve
+#   k_offset  the keys of a call are a shard that begins at k_offset
 
 """Exact top-k over block scores: lists in registers, every score read once.
 
