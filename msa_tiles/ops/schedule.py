@@ -20,7 +20,8 @@ class Schedule:
     queries ascending, ``tasks`` [windows, Hkv, most tasks, 4] cuts them into pieces of work and ``counts``
     [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
     the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
-    generated kernels say.
+    generated kernels say. ``max_pages`` is the width of the page table in which the rows of keys were counted, 0 for
+    flat keys.
     """
 
     edges: Tensor
@@ -30,13 +31,14 @@ class Schedule:
     topk: int
     block_size: int
     total_q: int
+    max_pages: int = 0
 
     @property
     def num_kv_heads(self) -> int:
         return self.edges.shape[1]
 
-    def validate(self, block_indices: Tensor, block_size: int) -> None:
-        """Refuse a schedule that was made for other ids than these, as far as shapes tell."""
+    def validate(self, block_indices: Tensor, block_size: int, page_table: Tensor | None) -> None:
+        """Refuse a schedule that was made for other ids or pages than these, as far as shapes tell."""
         num_kv_heads, total_q, topk = block_indices.shape
         _validate.same_device("schedule", self.edges, block_indices, "block_indices")
         made = (self.num_kv_heads, self.total_q, self.topk, self.block_size)
@@ -47,6 +49,14 @@ class Schedule:
                 f"one for {{}} {names}".format(*made),
                 f"{{}} {names}".format(num_kv_heads, total_q, topk, block_size),
             )
+
+        max_pages = 0 if page_table is None else page_table.shape[1]
+        if self.max_pages != max_pages:
+            _validate.refuse("schedule", f"one for {_pages(self.max_pages)}", _pages(max_pages))
+
+
+def _pages(max_pages: int) -> str:
+    return f"a page_table of {max_pages} columns" if max_pages else "flat keys"
 
 
 def build_schedule(
@@ -79,7 +89,8 @@ def build_schedule(
     if block_indices.device.type == "cuda":
         window = _dispatch.attention_kernels().choose_window(block_indices)
     edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window)
-    return Schedule(edges, tasks, counts, window, topk, block_size, total_q)
+    max_pages = 0 if page_table is None else page_table.shape[1]
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages)
 
 
 def ids(name: str, value: Tensor) -> None:

@@ -228,6 +228,20 @@ def test_paged_calls_on_kernels(pages_per_block, positions, kernels):
         torch.testing.assert_close(found, OPERATORS[op](**arguments, backend="reference"), rtol=0, atol=0)
 
 
+def test_a_schedule_belongs_to_its_page_table(kernels):
+    """Its tasks name rows of keys, and paged requests count those in the width of their table."""
+    table = torch.arange(9, dtype=torch.int32).view(3, 3)
+    where = {"cu_seqlens_k": None, "page_table": table, "seqused_k": torch.tensor([9, 0, 20], dtype=torch.int32)}
+    cache = torch.randn(9, BLOCK, 2, 16, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
+    flat, paged = call("sparse_attention"), call("sparse_attention") | where | {"k": cache, "v": cache}
+    made = ops.build_schedule(**call("build_schedule") | where)
+    ops.sparse_attention(**paged, schedule=made)
+    with pytest.raises(ValueError, match="schedule: got one for a page_table of 3 columns; wanted flat keys"):
+        ops.sparse_attention(**flat, schedule=made)
+    with pytest.raises(ValueError, match="schedule: got one for flat keys; wanted a page_table of 3 columns"):
+        ops.sparse_attention(**paged, schedule=ops.build_schedule(**call("build_schedule")))
+
+
 def test_a_page_table_too_large_for_virtual_rows_is_refused(kernels):
     table = torch.zeros(3, 1, dtype=torch.int32).expand(3, 1 << 26)
     used = torch.tensor([9, 0, 20], dtype=torch.int32)
