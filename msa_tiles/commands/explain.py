@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 
 from msa_tiles import console
 from msa_tiles.commands._options import named_value
@@ -60,12 +61,17 @@ def run(args: argparse.Namespace) -> int:
     if unknown := sorted(given.keys() - dims):
         console.complain(f"msa-tiles explain: {args.op} has no compile-time dim {unknown[0]}; it has {sorted(dims)}")
         return 2
-    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, frozenset(args.feature))
+    features = frozenset(args.feature)
+    sharded = "k_offset" in features and _takes_shards(args.op)
+    features -= {"k_offset"} if sharded else set()
+    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, features)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
     console.say(f"{args.op} on {device}: {args.precision}, {variant_text(call.variant)}{needs}")
+    if sharded:
+        console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
         if candidate.refusal is not None:
             console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
@@ -78,3 +84,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
     return 0
+
+
+def _takes_shards(op: str) -> bool:
+    """Whether the operator takes k_offset; it then rewrites such calls, and no kernel needs to know of it."""
+    from msa_tiles import ops
+
+    function = getattr(ops, op, None)
+    return function is not None and "k_offset" in inspect.signature(function).parameters

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 
@@ -59,6 +59,7 @@ def index_score(
     token_major = layout == "token_major"
     num_blocks = _width(idx_q, idx_k, where, block_size, token_major, out)
     if check:
+        _shard.check_offsets(where, block_size, backend, idx_q.device)
         _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
     arguments = (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
     if out is None:
@@ -150,5 +151,5 @@ _OPERATOR = _library.define(
     "SymInt num_blocks, str backend",
     ("out",),
     _allocate,
-    _write,
+    _shard.scores(_write),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 
@@ -70,12 +70,13 @@ def sparse_attention(
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(total_q, q, "q", k, check)
     if check:
+        _shard.check_offsets(where, block_size, backend, q.device)
         _contents.check_block_indices(block_indices, where, block_size, k)
     parts: tuple[Any, ...] = (None, None, None, 0)
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-        schedule.validate(block_indices, block_size, page_table)
+        schedule.validate(block_indices, block_size, where)
         parts = (schedule.edges, schedule.tasks, schedule.counts, schedule.window)
     scratch, scratch_bytes = _workspace(workspace, q)
     scale = _validate.softmax_scale(softmax_scale, head_dim)
@@ -194,6 +195,6 @@ _OPERATOR = _library.define(
     "Tensor? edges, Tensor? tasks, Tensor? counts, SymInt window, SymInt workspace_bytes, str backend",
     ("out", "lse"),
     _allocate,
-    _write,
+    _shard.attention(_write),
     scratch="workspace",
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 # The numbers by which kernels know the orders.
@@ -204,5 +204,5 @@ _OPERATOR = _library.define(
     "str backend",
     ("out",),
     _allocate,
-    _write,
+    _shard.ranking(_write),
 )
