@@ -65,8 +65,8 @@ class Shard:
 
     def local_ids(self, block_indices: Tensor) -> Tensor:
         """Ids counted from the shard's first block; -1 for those in front of it."""
-        inside = (block_indices >= self.first[:, None]) & ~self.broken[:, None]
-        return torch.where(inside, block_indices - self.first[:, None], -1)
+        first = self.first[:, None]
+        return torch.where(block_indices >= first, block_indices - first, -1)
 
 
 def scores(write: Write) -> Write:
@@ -109,8 +109,9 @@ def selection(write: Write) -> Write:
         where = Where(*rest[:PLACE])
         num_kv_heads, block_size, init_blocks, local_blocks, order, backend, out = rest[PLACE:]
         shard = Shard(where, idx_q.shape[0], block_size)
-        # Ranked without init blocks: which of them are the shard's differs between requests.
-        ranked = (num_kv_heads, block_size, 0, local_blocks, "score", backend, out)
+        # Nothing forced: which of the forced blocks are the shard's differs between requests. Those among the best of
+        # the shard drop out later, and leave as many others as there are slots for.
+        ranked = (num_kv_heads, block_size, 0, 0, "score", backend, out)
         write(idx_q, idx_k, topk, *shard.where.arguments(), *ranked)
         ends = _key_ends(where, idx_q.shape[0], idx_k.shape[0])
         valid = _num_valid_blocks(shard, ends, where, idx_q.shape[0], block_size)
@@ -175,7 +176,7 @@ def _key_ends(where: Where, total_q: int, total_k: int | None) -> Tensor:
     """The position one past the last key of each request, int32 [B]; for operators without keys total_k is None."""
     assert where.k_offset is not None
     if where.seqused_k is not None:
-        return where.seqused_k.clamp_min(0) + where.k_offset
+        return where.seqused_k + where.k_offset
     if where.cu_seqlens_k is not None:
         return where.cu_seqlens_k.diff() + where.k_offset
     if total_k is None and where.cu_seqlens_q is not None:
@@ -184,15 +185,15 @@ def _key_ends(where: Where, total_q: int, total_k: int | None) -> Tensor:
 
 
 def _num_valid_blocks(shard: Shard, ends: Tensor, where: Where, total_q: int, block_size: int) -> Tensor:
-    """Blocks of the whole request at or before each query's limit, int32 [T]; 0 for queries of broken shards."""
+    """Blocks of the whole request at or before each query's limit, int32 [T]; not above 0 where it sees nothing."""
     key_end = shard.per_query(ends)
     position = where.q_positions
     if position is None:
         query_end = total_q if where.cu_seqlens_q is None else shard.per_query(where.cu_seqlens_q[1:])
         position = torch.arange(total_q, dtype=torch.int32, device=ends.device) - query_end + key_end
     limit = torch.minimum(position, key_end - 1)
-    valid = torch.div(limit, block_size, rounding_mode="floor").add_(1).clamp_min_(0)
-    return valid.masked_fill_(shard.broken, 0)
+    valid = torch.div(limit, block_size, rounding_mode="floor") + 1
+    return valid.masked_fill(shard.broken, 0)
 
 
 def _pieces(total_q: int, elements: int) -> list[slice]:
@@ -234,8 +235,8 @@ def _rank(ids: Tensor, first: Tensor, valid: Tensor, init_blocks: int, local_blo
     topk = ids.shape[2]
     ranked_begin = valid.clamp_max(init_blocks)
     local_begin = torch.maximum(valid - local_blocks, ranked_begin)
-    ranked = torch.where(ids >= 0, ids + first, -1)
-    kept = (ranked >= ranked_begin) & (ranked < local_begin)
+    ranked = ids + first
+    kept = (ids >= 0) & (ranked >= ranked_begin) & (ranked < local_begin)
     ranked = ranked.gather(2, kept.logical_not().to(torch.int8).argsort(dim=2, stable=True))
 
     free = torch.full_like(valid, topk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 import re
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ops import test_ops_kernels as stand_ins
 from ops.calls import BLOCK, OPERATORS, WITH_KEYS, call, paged
-from reference.batches import batches
+from reference.batches import Batch, batches
 
 from msa_tiles import cli, ops
 from msa_tiles.ops import _shard, _where
@@ -85,6 +86,30 @@ def test_selections_are_those_of_the_whole_request(kernels, batch, topk, init, l
     idx_q, idx_k = indexer(batch)
     wanted = ops.select_blocks(idx_q, idx_k, topk, backend="reference", **options)
     equal(ops.select_blocks(idx_q, idx_k, topk, **options), wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_selections_from_many_blocks(kernels, seed):
+    """More blocks than slots: what is forced in a shard must not push out what ranks there."""
+    pick = random.Random(seed)
+    batch = Batch(
+        lengths_q=[pick.randrange(1, 8) for _ in range(3)],
+        lengths_k=[pick.randrange(90) for _ in range(3)],
+        offsets=[BLOCK * pick.randrange(6) for _ in range(3)],
+        rows_behind=pick.randrange(3),
+        storage=pick.choice(["flat", "used", "paged"]),
+        page=BLOCK // 2,
+        given_positions=None,
+        has_offsets=True,
+        seed=seed,
+    )
+    if seed % 2:
+        batch.given_positions = [pick.randrange(-2, batch.max_end + 2) for _ in range(sum(batch.lengths_q))]
+    idx_q, idx_k = indexer(batch)
+    for order, init, local, topk in itertools.product(ORDERS, (0, 2, 5), (0, 1, 3), (2, 4, 7)):
+        options = {"block_size": BLOCK, "init_blocks": init, "local_blocks": local, "order": order, **batch.where()}
+        wanted = ops.select_blocks(idx_q, idx_k, topk, backend="reference", **options)
+        equal(ops.select_blocks(idx_q, idx_k, topk, **options), wanted)
 
 
 @random_shards
@@ -215,6 +240,13 @@ def test_contents_at_the_ends_of_int32(kernels):
     for op in ("index_score", "select_blocks", "topk_select"):
         arguments = call(op) | {name: arguments[name] for name in ("q_positions", "k_offset", "max_seqlen_k")}
         equal(OPERATORS[op](**arguments), OPERATORS[op](**arguments, backend="reference"))
+
+
+def test_ids_are_counted_from_the_shard():
+    where = _where.Where(int32(0, 2, 3), None, None, None, None, None, None, int32(16, 0))
+    ids = int32(2, 0, 5, -1, 0, BIG.min, 3, BIG.max, 2, 1).view(1, 5, 2)
+    found = _shard.Shard(where, 5, BLOCK).local_ids(ids)
+    assert found.flatten().tolist() == [0, -1, 3, -1, 0, -1, 3, BIG.max, 2, 1]
 
 
 def test_a_schedule_belongs_to_its_shards(kernels):
