@@ -53,13 +53,11 @@ def msa_decode(
     The grids depend on shapes and ``max_seqlen_k`` alone, so that a captured graph serves other lengths and tables.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, None)
-    tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
     call = None
-    if not (check or any(buffer is None for buffer in tensors[-4:]) or torch.compiler.is_compiling()):
-        call = _remember.signature(
-            tensors,
-            (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend),
-        )
+    if not (check or workspace is None or out is None or lse is None or block_indices is None):
+        tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
+        scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
+        call = _remember.signature(tensors, scalars)
         step = _STEPS.get(call)
         if step is not None and _library.plain(tensors):
             step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
@@ -102,11 +100,8 @@ def msa_decode(
         shape = [num_kv_heads, q.shape[0], topk]
         _validate.destination("block_indices", block_indices, shape, "[Hkv, T, topk]", torch.int32, q, "q")
     _OPERATOR.mutating(*arguments, out, lse, block_indices, workspace)
-    if (
-        call is not None
-        and not _dispatch.runs_reference(backend, q.device)
-        and not _empty(*tensors[:5], where, score[-2])
-    ):
+    on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[-2])
+    if call is not None and on_kernels:
         _STEPS.keep(call, _prepare(*arguments))
     return (out, lse) if return_lse else out
 
@@ -169,7 +164,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
         lse.copy_(result_lse)
         return
     step = _prepare(q, k, v, idx_q, idx_k, topk, *place, *rest[:6])
-    if _empty(q, k, v, idx_q, idx_k, where, num_blocks):
+    if _empty(q, k, idx_q, where, num_blocks):
         out.zero_()
         lse.fill_(-torch.inf)
         block_indices.fill_(-1)
@@ -177,7 +172,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
     step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, where: Where, num_blocks: int) -> bool:
+def _empty(q: Tensor, k: Tensor, idx_q: Tensor, where: Where, num_blocks: int) -> bool:
     """Is there nothing to launch kernels for?"""
     return num_blocks == 0 or where.num_requests == 0 or 0 in (q.numel(), k.numel(), idx_q.numel())
 
