@@ -57,9 +57,9 @@ def msa_decode(
     if not (check or workspace is None or out is None or lse is None or block_indices is None):
         tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
         scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
-        call = _remember.signature(tensors, scalars)
+        call = _remember.signature(tensors, scalars) if _library.plain(tensors) else None
         step = _STEPS.get(call)
-        if step is not None and _library.plain(tensors):
+        if step is not None:
             step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
             _library.written(tensors[-4:])
             return (out, lse) if return_lse else out
