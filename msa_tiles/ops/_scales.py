@@ -73,7 +73,7 @@ class KernelScales(NamedTuple):
     flags: tuple[int, ...]
 
 
-def kernel_scales(call: Indexer, heads_per_group: int, paged: bool, unread: Tensor) -> KernelScales:
+def kernel_scales(call: Indexer, heads_per_group: int, unread: Tensor) -> KernelScales:
     """Scales as the kernels of a selection take them: q_scale [T, Hi], k_scale, and whether q_scale is to be read.
 
     A positive factor of all scores of a query ranks blocks only among the heads of a group. ``unread``, an int32 tensor
@@ -87,5 +87,5 @@ def kernel_scales(call: Indexer, heads_per_group: int, paged: bool, unread: Tens
     if q_scale is None or not use_q_scale:
         q_scale = unread[0]
     if k_scale is None or k_scale.dim() == 0:
-        k_scale = unread[None] if paged else unread
+        k_scale = unread
     return KernelScales((q_scale.expand(call.idx_q.shape[:2]), k_scale), (int(use_q_scale),))

@@ -132,7 +132,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         return
     at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
     call = _scales.Indexer(idx_q, idx_k, q_scale, k_scale)
-    scales = _scales.kernel_scales(call, heads_per_group, where.page_table is not None, at.cu_seqlens_q)
+    scales = _scales.kernel_scales(call, heads_per_group, at.cu_seqlens_q)
     kernel(
         idx_q,
         idx_k,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.quant import FP8, dequantize
+from msa_tiles.quant import dequantize
 from msa_tiles.reference.attention import combine
 from msa_tiles.reference.batch import accumulator, flat_or_paged, key_rows, read_batch, score_width
 
@@ -35,9 +35,9 @@ def index_score(
     batch = read_batch(idx_q.shape[0], idx_q.device, **flat_or_paged(idx_k, page_table), **where)
     if num_blocks is None:
         num_blocks = score_width(idx_k, block_size, page_table, where.get("max_seqlen_k"), where.get("k_offset"))
-    if idx_q.dtype == FP8:
-        # Whole, where the blockwise functions go piece by piece; keys nobody uses may hold anything.
-        idx_q, idx_k = dequantize(idx_q, q_scale), dequantize(idx_k, k_scale)
+    # Whole, where the blockwise functions go piece by piece; keys that nobody uses may hold anything.
+    idx_q = idx_q if q_scale is None else dequantize(idx_q, q_scale)
+    idx_k = idx_k if k_scale is None else dequantize(idx_k, k_scale)
     dtype = accumulator(idx_q.dtype)
     score = torch.full((idx_q.shape[1], idx_q.shape[0], num_blocks), -torch.inf, device=idx_q.device)
     for request in batch.requests:

@@ -9,13 +9,16 @@ import tilelang.language as T
 from msa_tiles.dsl.tilelang import keys, scores
 
 
-def index_keys(head_dim, block_size, pages_per_block):
-    """Shape and strides of index keys as in msa_tiles.dsl.tilelang.keys, then those of their scales, without dim."""
+def index_keys(head_dim, block_size, pages_per_block, key_scales):
+    """Shape and strides of index keys as in msa_tiles.dsl.tilelang.keys, then those of their scales, without dim.
+
+    Without key_scales the scales are some vector that nobody reads.
+    """
     key_layout = keys.index_keys(head_dim, block_size, pages_per_block)
     rows, pages = T.dynamic("num_scale_rows, num_scale_pages")
     page_stride = T.dynamic("scale_page", "int64")
     row_stride = T.dynamic("scale_row")
-    if pages_per_block == 0:
+    if pages_per_block == 0 or not key_scales:
         return *key_layout, (rows,), (row_stride,)
     return *key_layout, (pages, block_size // pages_per_block), (page_stride, row_stride)
 

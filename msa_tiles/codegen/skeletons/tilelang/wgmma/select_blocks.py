@@ -21,9 +21,9 @@ maximum also runs over the heads.
 
 Only scales that can change a ranking are read. The scales of queries do where a KV head has several index heads: each
 warp keeps those of its rows in query_scale and multiplies row maxima. One scale for all keys never does; scales of
-single keys (key_scales = 1) multiply the columns of a score tile. The producer's threads store those of a block in
-key_scale before they arrive at k_full. There are SLOTS = 2 * STAGES blocks of them: one is overwritten after the
-consumers have released a later block, and they do so when they are done with its scales.
+single keys (key_scales = 1) multiply the columns of a score tile. Each producer thread stores one of a block's, or of
+the keys behind it, in key_scale before it arrives at k_full. There are SLOTS = 2 * STAGES blocks of them: one is
+overwritten after the consumers have released a later block, and they do so when they are done with its scales.
 # % endif
 """
 
@@ -79,7 +79,9 @@ def select_blocks(
     num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
     # % if precision.scale
     scale_token, scale_head = T.dynamic("scale_token, scale_head")
-    key_shape, key_strides, scale_shape, scale_strides = scaled.index_keys(head_dim, block_size, pages_per_block)
+    key_shape, key_strides, scale_shape, scale_strides = scaled.index_keys(
+        head_dim, block_size, pages_per_block, key_scales
+    )
     # % else
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
     # % endif
@@ -305,7 +307,7 @@ def select_blocks(
             max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")
             # % if precision.scale
             query_scale = T.alloc_shared([CONSUMERS, heads_per_group, ROWS], "float32", scope="shared.dyn")
-            key_scale = T.alloc_shared([SLOTS, block_size], "float32", scope="shared.dyn")
+            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
             scale_read = T.alloc_local([1], "float32")
             # % endif
             q_full = T.alloc_barrier(arrive_count=128)
@@ -356,7 +358,7 @@ def select_blocks(
                             # Before the wait, so that the scale is there when the stage is free.
                             if key_scales:
                                 scaled.read_key_scale(
-                                    k_scale, page_table, key_row + block * block_size, tx % 128 % block_size,
+                                    k_scale, page_table, key_row + block * block_size, tx % 128,
                                     block_size, pages_per_block, scale_read,
                                 )  # fmt: skip
                             # % endif
@@ -367,8 +369,7 @@ def select_blocks(
                                 block_size, pages_per_block,
                             )  # fmt: skip
                             if key_scales:
-                                if tx % 128 < block_size:
-                                    key_scale[block % SLOTS, tx % 128] = scale_read[0]
+                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
                             # % else
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
