@@ -225,6 +225,12 @@ def select_blocks(
                 )  # fmt: skip
                 T.fill(max_odd, -T.infinity("float32"))
 
+    # % if precision.scale
+    if topk * heads_per_group > 64:
+        # Four heads in a row need so many registers that lists of 32 leave none for a second score tile either.
+        score_pairs = score_singly
+
+    # % endif
     @T.macro
     def consume(
         w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
