@@ -58,7 +58,7 @@ def _check(name: str, scale: Any, of: Tensor, shapes: tuple[list[Any], ...], dim
     if list(scale.shape) not in shapes:
         known = ", ".join(_validate.shape_text(shape) for shape in shapes)
         _validate.refuse(name, f"shape {_validate.shape_text(scale.shape)}", f"{dims} = one of {known}")
-    _validate.same_device(name, scale, of, "idx_q")
+    _validate.same_device(name, scale, of, f"idx_{name[0]}")
 
 
 def has_key_scales(k_scale: Tensor | None) -> bool:
