@@ -1,8 +1,8 @@
 """TMA boxes of 64 columns: how a tensor is described to TMA, and one box copied to swizzled shared memory.
 
-Tiles lie in shared memory as wgmma wants its operands along K: 128-byte rows of 64 two-byte columns, swizzled, one after
-another; a tile of more columns is one such panel behind another. Rows of a panel are as far apart as those of a box, so
-boxes of any number of rows (a multiple of 8) make up a panel.
+Tiles lie in shared memory as wgmma wants its operands along K: 128-byte rows of 64 two-byte columns, swizzled, one
+after another; a tile of more columns is one such panel behind another. Rows of a panel are as far apart as those of a
+box, so boxes of any number of rows (a multiple of 8) make up a panel.
 """
 
 import cutlass
@@ -56,7 +56,14 @@ def boxes(tiles, rows, tile_rows, columns, count):
 
 
 @cute.jit
-def load_box(atom: cute.CopyAtom, source: cute.Tensor, row: cutlass.Int32, panel: cutlass.Constexpr, target: cute.Tensor, full: cute.Pointer):  # fmt: skip
+def load_box(
+    atom: cute.CopyAtom,
+    source: cute.Tensor,
+    row: cutlass.Int32,
+    panel: cutlass.Constexpr,
+    target: cute.Tensor,
+    full: cute.Pointer,
+):
     """source [rows, columns] from this row on, columns of this panel -> target [rows of a box, PANEL]; signals full.
 
     A whole warp calls it. Rows outside the source come as zeros and count as bytes.
