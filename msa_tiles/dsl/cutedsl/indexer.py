@@ -91,6 +91,30 @@ class Indexer:
         }
 
     @cute.jit
+    def prepare(self, memory: SmemAllocator, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom):
+        """Shared memory: queries [ROWS, head_dim, head and warpgroup], keys [block_size, head_dim, stage], barriers.
+
+        Barriers: q_full, then k_full of every stage, then k_free of every stage; ready for use on return.
+        """
+        tiler = (ROWS, self.block_size, self.head_dim)
+        rows = LayoutEnum.ROW_MAJOR
+        q_layout = hopper.make_smem_layout_a(rows, tiler, self.element, self.consumers * self.heads)
+        k_layout = hopper.make_smem_layout_b(rows, tiler, self.element, self.stages)
+        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
+        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
+        barriers = memory.allocate_array(Int64, 1 + 2 * self.stages)
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_init(barriers, 1)
+            for stage in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(barriers + 1 + stage, 1)
+                cute.arch.mbarrier_init(barriers + 1 + self.stages + stage, self.consumers * GROUP // 32)
+            cute.arch.mbarrier_init_fence()
+            cpasync.prefetch_descriptor(q_atom)
+            cpasync.prefetch_descriptor(k_atom)
+        cute.arch.sync_threads()
+        return queries, keys, barriers, barriers + 1, barriers + 1 + self.stages
+
+    @cute.jit
     def find_tile(
         self, slot: Int32, total_q: Int32, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor,
         seqused_k: cute.Tensor, q_positions: cute.Tensor, use_seqused: Int32, use_positions: Int32,
@@ -120,28 +144,6 @@ class Indexer:
         return request, first_token, end_token, length, first_limit, num_blocks
 
     @cute.jit
-    def allocate(self, memory: SmemAllocator):
-        """Shared memory: queries [ROWS, head_dim, head and warpgroup], keys [block_size, head_dim, stage], barriers.
-
-        Barriers: q_full, then k_full of every stage, then k_free of every stage; ready for use on return.
-        """
-        tiler = (ROWS, self.block_size, self.head_dim)
-        rows = LayoutEnum.ROW_MAJOR
-        q_layout = hopper.make_smem_layout_a(rows, tiler, self.element, self.consumers * self.heads)
-        k_layout = hopper.make_smem_layout_b(rows, tiler, self.element, self.stages)
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        barriers = memory.allocate_array(Int64, 1 + 2 * self.stages)
-        if cute.arch.thread_idx()[0] == 0:
-            cute.arch.mbarrier_init(barriers, 1)
-            for stage in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(barriers + 1 + stage, 1)
-                cute.arch.mbarrier_init(barriers + 1 + self.stages + stage, self.consumers * GROUP // 32)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        return queries, keys, barriers, barriers + 1, barriers + 1 + self.stages
-
-    @cute.jit
     def produce(
         self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, sQ: cute.Tensor,
         sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer, page_table: cute.Tensor,
@@ -151,8 +153,6 @@ class Indexer:
         q_boxes = tma.boxes(sQ, ROWS, ROWS, self.head_dim, self.consumers * self.heads)
         k_boxes = tma.boxes(sK, self.box_rows, self.block_size, self.head_dim, self.stages)
         panels = self.head_dim // tma.PANEL
-        cpasync.prefetch_descriptor(q_atom)
-        cpasync.prefetch_descriptor(k_atom)
         if num_blocks > 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full, self.query_bytes)

@@ -10,10 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
 from msa_tiles.dsl.cutedsl.scores import row_of_lane
 
-ELEMENT = cutlass.BFloat16
+ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
@@ -56,8 +57,8 @@ class IndexScore(Indexer):
 
     def __init__(self, head_dim, block_size, pages_per_block):
         super().__init__(
-            ELEMENT, head_dim, block_size, 1, pages_per_block, STAGES, CONSUMERS, PRODUCER_REGISTERS,
-            CONSUMER_REGISTERS,
+            ELEMENTS[ELEMENT], head_dim, block_size, 1, pages_per_block, STAGES, CONSUMERS,
+            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
         )  # fmt: skip
 
     @cute.jit
@@ -84,7 +85,7 @@ class IndexScore(Indexer):
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = SmemAllocator()
-        sQ, sK, q_full, k_full, k_free = self.allocate(memory)
+        sQ, sK, q_full, k_full, k_free = self.prepare(memory, q_atom, k_atom)
         consumer_warps = self.consumers * GROUP // WARP
         # A column more than a line holds: rows then begin in different banks.
         gathered = memory.allocate_tensor(

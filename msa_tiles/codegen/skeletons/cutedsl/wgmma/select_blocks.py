@@ -11,11 +11,12 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import topk as top
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
 from msa_tiles.dsl.cutedsl.scores import row_of_lane
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = cutlass.BFloat16
+ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
@@ -55,8 +56,8 @@ class SelectBlocks(Indexer):
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block):
         super().__init__(
-            ELEMENT, head_dim, block_size, heads_per_group, pages_per_block, STAGES, CONSUMERS, PRODUCER_REGISTERS,
-            CONSUMER_REGISTERS,
+            ELEMENTS[ELEMENT], head_dim, block_size, heads_per_group, pages_per_block, STAGES, CONSUMERS,
+            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
         )  # fmt: skip
         self.topk = topk
 
@@ -84,7 +85,7 @@ class SelectBlocks(Indexer):
         head, slot_reversed, _ = cute.arch.block_idx()
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sQ, sK, q_full, k_full, k_free = self.allocate(SmemAllocator())
+        sQ, sK, q_full, k_full, k_free = self.prepare(SmemAllocator(), q_atom, k_atom)
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
