@@ -268,6 +268,7 @@ class Indexer:
                 next_phase = phase ^ 1
             if block + 1 < num_blocks:
                 cute.arch.mbarrier_wait(k_full + odd, phase)
+            # Not unrolled: the compiler would keep the addresses of every head's queries in registers.
             for r in cutlass.range(self.heads, unroll=1):
                 warpgroup.wait_group(0)
                 next_tile = first_tile + r + 1
@@ -310,13 +311,12 @@ class Indexer:
                 maxima.fill(-cutlass.Float32.inf)
                 if block < num_blocks:
                     cute.arch.mbarrier_wait(k_full + stage, phase)
-                for r in cutlass.range_constexpr(self.heads):
+                for r in cutlass.range(self.heads, unroll=1):
                     # Past the last block the result is dropped, as above.
                     self.multiply(operands, first_tile + r, stage, S)
                     warpgroup.wait_group(0)
-                    if cutlass.const_expr(r == self.heads - 1):
-                        if block < num_blocks:
-                            self.release(k_free + stage, lane)
+                    if (r == self.heads - 1) & (block < num_blocks):
+                        self.release(k_free + stage, lane)
                     scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane)
                 stage = stage + 1
                 if stage == self.stages:
