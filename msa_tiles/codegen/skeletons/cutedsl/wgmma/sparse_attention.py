@@ -1,0 +1,511 @@
+"""KV-outer sparse attention over one query window: every KV block meets the queries that selected it.
+
+Grid: one persistent CTA per SM. A task is one KV block of one KV head with a run of the edges (query, slot) that
+selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
+work stay in L2.
+
+Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. Tasks are (row where the block begins, first
+edge, number of edges, valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid
+rows end with the request's keys.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from msa_tiles.dsl.cutedsl import softmax, tma
+from msa_tiles.dsl.cutedsl.gather import ROWS, Rows
+from msa_tiles.dsl.cutedsl.keys import Blocks
+
+ELEMENT = cutlass.BFloat16
+STAGES = 5  # <- tile.stages
+CONSUMERS = 2  # <- tile.consumers
+PRODUCER_REGISTERS = 40  # <- tile.producer_registers
+CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
+GROUP = 128  # threads of a warpgroup
+WARP = 32
+WARP_ROWS = 16  # of a tile
+MOST_TOKENS = 8  # of a tile: what a ring slot has edges for
+
+
+def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+    """Build the kernel for one head dim, block size and number of query heads per KV head.
+
+    The kernel takes q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or
+    [pages, num_kv_heads, page, head_dim] with pages_per_block > 0 and page_table [requests, max_pages], the window's
+    schedule, and writes partial_out [window, topk, num_q_heads, head_dim] and partial_lse [window, topk, num_q_heads]
+    (natural logarithm) for every edge of the window. scale_log2 is the softmax scale times log2(e).
+
+    Returns the entry point and stand-ins for its arguments.
+    """
+    kernel = SparseAttention(head_dim, block_size, group, pages_per_block)
+    return kernel, kernel.arguments()
+
+
+class SparseAttention:
+    """Warps
+      warpgroups 0 .. CONSUMERS-1   one 64-row tile at a time: S = Q K^T, softmax over the block, O = P V, partial store
+      warpgroup CONSUMERS           warp 0: claims tasks, loads K and V
+                                    warp 1 + c: gathers the query rows of consumer c's tiles, by TMA
+
+    Pipelines (name: depth, arrivals)
+      task_full: 2, 1 lane of the claiming warp                task_gathered: 1, 1 lane of each gathering warp
+      k_full, v_full: 1, 1 producer lane + TMA bytes           k_free, v_free: 1, 1 lane of each consumer warp
+      q_full: STAGES per consumer, 1 producer lane + TMA bytes
+      q_free: STAGES per consumer, 1 lane of each warp of it, once the partial staged in its rows has left
+
+    A task is claimed when the tiles of the one before are all gathered or on their way: as late as the rings allow, so
+    that no CTA hoards work. Its entry is overwritten two tasks later, after k_free, which consumers signal last.
+
+    Shared memory, tiles swizzled by 128 bytes
+      keys and values [block_size, head_dim], in panels of 64 columns
+      ring [CONSUMERS, STAGES, 64, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says
+      tasks [2, (first edge, edges or -1 at the end, head, valid rows << 1 | cut)]
+      edges [CONSUMERS, STAGES, queries of a tile]             barriers
+
+    A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
+    to global memory. Consumer tile after tile: S of the next one is issued before the current partial is scaled, so it
+    overlaps the epilogue; the other consumer's products overlap the softmax. Rows of a tile that belong to no edge hold
+    stale data and are never stored. A warp owns 16 rows from S to the store of the queries in them, so its staging
+    needs no barrier with the others. The slot of a consumer's last partial is freed by its next tile only: STAGES must
+    be at least 2.
+    """
+
+    def __init__(self, head_dim, block_size, group, pages_per_block):
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.group = group
+        self.rows = Rows(ELEMENT, head_dim, group)
+        self.blocks = Blocks(ELEMENT, head_dim, block_size, pages_per_block)
+        self.queries = self.rows.tokens
+
+    def arguments(self):
+        """Stand-ins for cute.compile: 10 tensors, 3 scalars and the stream."""
+        total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        windows, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+        def tensor(element, *shape, align=None):
+            # The strides of what may be large are 64-bit, whatever the lengths.
+            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+            return make_fake_tensor(element, shape, strides, assumed_align=align)
+
+        def keys():
+            shape = (cute.sym_int(), kv_heads, self.head_dim)
+            if self.blocks.pages_per_block:
+                shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
+            return tensor(ELEMENT, *shape, align=tma.BYTES)
+
+        return (
+            tensor(ELEMENT, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            keys(),
+            keys(),
+            tensor(Int32, cute.sym_int(), cute.sym_int()),
+            tensor(Int32, windows, kv_heads, cute.sym_int()),
+            tensor(Int32, windows, kv_heads, cute.sym_int(), 4),
+            tensor(Int32, windows, kv_heads),
+            tensor(Int32, windows),
+            tensor(ELEMENT, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(Float32, window, topk, q_heads),
+            Float32(0.0),
+            Int32(0),
+            Int32(0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, page_table: cute.Tensor, edges: cute.Tensor,
+        tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, partial_out: cute.Tensor,
+        partial_lse: cute.Tensor, scale_log2: Float32, window_index: Int32, num_ctas: Int32, stream,
+    ):  # fmt: skip
+        """Launch. The schedule and the partial results are contiguous; with flat keys any table will do."""
+        k_atom, mK = self.blocks.described(k)
+        v_atom, mV = self.blocks.described(v)
+        q_atom, mQ = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), self.rows.described(q))
+        # [window * topk, heads, dim]: TMA has no dimension to spare for the slots.
+        window, topk, heads, dim = partial_out.shape
+        flat = cute.make_layout((window * topk, heads, dim), stride=(Int64(heads) * dim, dim, 1))
+        partials = self.rows.described(cute.make_tensor(partial_out.iterator, flat))
+        out_atom, mO = self.rows.atom(cpasync.CopyBulkTensorTileS2GOp(), partials)
+        self.kernel(
+            q_atom, mQ, k_atom, mK, v_atom, mV, out_atom, mO, page_table, edges, tasks, counts, claims, partial_lse,
+            scale_log2, window_index, Int32(window),
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=((CONSUMERS + 1) * GROUP, 1, 1),
+            # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
+        mV: cute.Tensor, out_atom: cute.CopyAtom, mO: cute.Tensor, page_table: cute.Tensor, edges: cute.Tensor,
+        tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, partial_lse: cute.Tensor, scale_log2: Float32,
+        window_index: Int32, window: Int32,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sK, sV, sQ, sTasks, sEdges, task_bars, block_bars, ring_bars = self.allocate(SmemAllocator())
+        if warp_index >= CONSUMERS * GROUP // WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            role = warp_index - CONSUMERS * GROUP // WARP
+            if role == 0:
+                self.claim(
+                    k_atom, mK, v_atom, mV, self.blocks.boxes(sK), self.blocks.boxes(sV), sTasks, task_bars,
+                    block_bars, page_table, tasks, counts, claims, window_index,
+                )  # fmt: skip
+            elif role <= CONSUMERS:
+                self.gather(
+                    q_atom, mQ, self.rows.boxes(sQ, CONSUMERS * STAGES), sTasks, sEdges, task_bars, ring_bars, edges,
+                    window_index, window, role - 1,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(
+                out_atom, mO, sK, sV, sQ, sTasks, sEdges, block_bars, ring_bars, partial_lse, scale_log2,
+                warp_index // (GROUP // WARP), thread % GROUP,
+            )  # fmt: skip
+
+    @cute.jit
+    def allocate(self, memory: SmemAllocator):
+        """Shared memory: keys, values, ring, tasks, edges, and three groups of barriers, ready for use on return.
+
+        Barriers of tasks: task_full [2], task_gathered. Of blocks: k_full, v_full, k_free, v_free. Of the ring: q_full
+        of every slot, then q_free of every slot.
+        """
+        slots = CONSUMERS * STAGES
+        k_tiler = (ROWS, self.block_size, self.head_dim)
+        v_tiler = (ROWS, self.head_dim, self.block_size)
+        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, ELEMENT, 1)
+        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, ELEMENT, 1)
+        q_layout = self.rows.tiles_layout(slots)
+        sK = memory.allocate_tensor(ELEMENT, k_layout.outer, 1024, k_layout.inner)
+        sV = memory.allocate_tensor(ELEMENT, v_layout.outer, 1024, v_layout.inner)
+        sQ = memory.allocate_tensor(ELEMENT, q_layout.outer, 1024, q_layout.inner)
+        sTasks = memory.allocate_tensor(Int32, cute.make_layout((2, 4), stride=(4, 1)), 16)
+        sEdges = memory.allocate_tensor(
+            Int32, cute.make_layout((slots, self.queries), stride=(self.queries, 1)), 16
+        )
+        warps = GROUP // WARP
+        arrivals = [1, 1, CONSUMERS, 1, 1, CONSUMERS * warps, CONSUMERS * warps, *[1] * slots, *[warps] * slots]
+        barriers = memory.allocate_array(Int64, len(arrivals))
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(len(arrivals)):
+                cute.arch.mbarrier_init(barriers + i, arrivals[i])
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return sK, sV, sQ, sTasks, sEdges, barriers, barriers + 3, barriers + 7
+
+    @cute.jit
+    def claim(
+        self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor, k_boxes: cute.Tensor,
+        v_boxes: cute.Tensor, sTasks: cute.Tensor, task_bars: cute.Pointer, block_bars: cute.Pointer,
+        page_table: cute.Tensor, tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, window_index: Int32,
+    ):  # fmt: skip
+        """The claiming warp: one task after the other, its entry, then its keys and values."""
+        lane = cute.arch.lane_idx()
+        heads = Int32(counts.shape[1])
+        cpasync.prefetch_descriptor(k_atom)
+        cpasync.prefetch_descriptor(v_atom)
+        # Claims only grow, so the head of the last one is where the search for the next one begins.
+        head = Int32(0)
+        passed = Int32(0)
+        count = counts[window_index, 0]
+        turn = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            parity = turn & 1
+            cute.arch.mbarrier_wait(task_bars + 2, parity ^ 1)
+            claim = Int32(0)
+            if lane == 0:
+                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
+            claim = cute.arch.shuffle_sync(claim, 0)
+            while (head < heads) & (claim - passed >= count):
+                passed = passed + count
+                head = head + 1
+                count = Int32(0)
+                if head < heads:
+                    count = counts[window_index, head]
+            row = Int32(0)
+            pages = [Int32(0) for _ in range(self.blocks.pages_per_block)]
+            if head < heads:
+                task = tasks[window_index, head, claim - passed, None]
+                row = task[0]
+                pages = self.blocks.pages(page_table, row)
+                if lane == 0:
+                    sTasks[parity, 0] = task[1]
+                    sTasks[parity, 1] = task[2]
+                    sTasks[parity, 2] = head
+                    sTasks[parity, 3] = task[3]
+            else:
+                running = Int32(0)
+                if lane == 0:
+                    sTasks[parity, 1] = Int32(-1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(task_bars + parity)
+            cute.arch.mbarrier_wait(block_bars + 2, parity ^ 1)
+            if running > 0:
+                self.blocks.load(k_atom, mK, row, pages, head, k_boxes, block_bars)
+                cute.arch.mbarrier_wait(block_bars + 3, parity ^ 1)
+                self.blocks.load(v_atom, mV, row, pages, head, v_boxes, block_bars + 1)
+            elif lane == 0:
+                cute.arch.mbarrier_arrive(block_bars)
+            turn = turn + 1
+
+    @cute.jit
+    def gather(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, q_boxes: cute.Tensor, sTasks: cute.Tensor, sEdges: cute.Tensor,
+        task_bars: cute.Pointer, ring_bars: cute.Pointer, edges: cute.Tensor, window_index: Int32, window: Int32,
+        consumer: Int32,
+    ):  # fmt: skip
+        """A gathering warp: the query rows of every CONSUMERS-th tile of each task, as fast as the ring takes them."""
+        lane = cute.arch.lane_idx()
+        cpasync.prefetch_descriptor(q_atom)
+        first_slot = consumer * STAGES
+        slot = Int32(0)
+        phase = Int32(1)
+        turn = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            parity = turn & 1
+            cute.arch.mbarrier_wait(task_bars + parity, (turn >> 1) & 1)
+            first_edge = sTasks[parity, 0]
+            num = sTasks[parity, 1]
+            head = sTasks[parity, 2]
+            if num < 0:
+                running = Int32(0)
+                num = Int32(0)
+            else:
+                of_head = edges[window_index, head, None]
+                # Lane i holds the edge of the tile's i-th query, one tile ahead of need.
+                mine = consumer * self.queries + lane
+                edge = Int32(-1)
+                if (lane < self.queries) & (mine < num):
+                    edge = of_head[first_edge + mine]
+                for _ in cutlass.range(self.tiles_of(num, consumer), unroll=1):
+                    current = edge
+                    left = num - mine + lane
+                    mine = mine + CONSUMERS * self.queries
+                    edge = Int32(-1)
+                    if (lane < self.queries) & (mine < num):
+                        edge = of_head[first_edge + mine]
+                    stage = first_slot + slot
+                    cute.arch.mbarrier_wait(ring_bars + CONSUMERS * STAGES + stage, phase)
+                    if lane < self.queries:
+                        sEdges[stage, lane] = current
+                    cute.arch.sync_warp()
+                    queries = cutlass.min(left, self.queries)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring_bars + stage, queries * self.rows.token_bytes)
+                    for r in cutlass.range_constexpr(self.queries):
+                        token = window_index * window + (cute.arch.shuffle_sync(current, r) >> 13)
+                        if r < queries:
+                            self.rows.load(
+                                q_atom, mQ, token, head, q_boxes[None, None, None, None, None, r, stage],
+                                ring_bars + stage,
+                            )  # fmt: skip
+                    slot = slot + 1
+                    if slot == STAGES:
+                        slot = Int32(0)
+                        phase = phase ^ 1
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(task_bars + 2)
+            turn = turn + 1
+
+    def tiles_of(self, num, consumer):
+        """How many tiles of a task of `num` edges a consumer takes."""
+        return ((num + self.queries - 1) // self.queries - consumer + CONSUMERS - 1) // CONSUMERS
+
+    @cute.jit
+    def consume(
+        self, out_atom: cute.CopyAtom, mO: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sQ: cute.Tensor,
+        sTasks: cute.Tensor, sEdges: cute.Tensor, block_bars: cute.Pointer, ring_bars: cute.Pointer,
+        partial_lse: cute.Tensor, scale_log2: Float32, consumer: Int32, thread: Int32,
+    ):  # fmt: skip
+        """A consumer warpgroup; thread counts in it."""
+        cpasync.prefetch_descriptor(out_atom)
+        score = self.product(self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        weigh = self.product(self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        # Whatever the thread, shared-memory operands are described whole.
+        queries = score[0].make_fragment_A(score[0].get_slice(0).partition_A(sQ))
+        keys = score[0].make_fragment_B(score[0].get_slice(0).partition_B(sK))
+        values = weigh[0].make_fragment_B(weigh[0].get_slice(0).partition_B(sV))
+        S = score[0].make_fragment_C(score[0].partition_shape_C((ROWS, self.block_size)))
+        O = weigh[0].make_fragment_C(weigh[0].partition_shape_C((ROWS, self.head_dim)))
+        P = cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), ELEMENT)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENT)
+        staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
+        products = (score, weigh, queries, keys, values)
+        registers = (S, P, O)
+        epilogue = (out_atom, mO, partial_lse, sEdges, staging, staging.partition_D(sQ), self.rows.boxes(
+            sQ, CONSUMERS * STAGES
+        ))  # fmt: skip
+        first_slot = consumer * STAGES
+        # (slot of the next tile, its phase, slot in which the last partial is staged)
+        place = (first_slot, Int32(0), Int32(-1))
+        turn = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            parity = turn & 1
+            cute.arch.mbarrier_wait(block_bars, parity)
+            num = sTasks[parity, 1]
+            head = sTasks[parity, 2]
+            extent = sTasks[parity, 3]
+            if num < 0:
+                running = Int32(0)
+            else:
+                tiles = self.tiles_of(num, consumer)
+                if tiles > 0:
+                    if (extent >> 1) < self.block_size:
+                        cute.arch.mbarrier_wait(block_bars + 1, parity)
+                        self.clear_rows(sV, extent >> 1, consumer, thread)
+                    cute.arch.mbarrier_wait(ring_bars + place[0], place[1])
+                    self.multiply(score, S, queries[None, None, None, place[0]], keys[None, None, None, 0])
+                    task = (head, extent & 1, scale_log2, parity)
+                    for _ in cutlass.range(tiles - 1, unroll=1):
+                        place = self.step(
+                            False, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, thread
+                        )
+                    place = self.step(
+                        True, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, thread
+                    )
+                else:
+                    self.release(block_bars + 2)
+                    cute.arch.mbarrier_wait(block_bars + 1, parity)
+                    self.release(block_bars + 3)
+            turn = turn + 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def product(self, columns, major, source):
+        """The two multiplications of a product of ROWS rows by `columns`: its first step, and the steps after it."""
+        first, rest = (
+            hopper.make_trivial_tiled_mma(
+                ELEMENT, ELEMENT, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), source
+            )
+            for _ in range(2)
+        )
+        first.set(warpgroup.Field.ACCUMULATE, False)
+        rest.set(warpgroup.Field.ACCUMULATE, True)
+        return first, rest
+
+    @cute.jit
+    def multiply(self, product, into: cute.Tensor, left: cute.Tensor, right: cute.Tensor):
+        """Start into = left x right."""
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(cute.size(left, mode=[2])):
+            mma = product[0] if cutlass.const_expr(step == 0) else product[1]
+            cute.gemm(mma, into, left[None, None, step], right[None, None, step], into)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, free: cute.Pointer):
+        """One arrival for each consumer warp."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(free)
+
+    @cute.jit
+    def clear_rows(self, sV: cute.Tensor, first: Int32, consumer: Int32, thread: Int32):
+        """Zero the rows of V from `first` on: past the request's end they may hold NaN, and 0 * NaN would reach O."""
+        words = tma.PANEL * ELEMENT.width // 64
+        panels = self.head_dim // tma.PANEL
+        plain = cute.make_tensor(
+            cute.recast_ptr(sV.iterator, dtype=Int64),
+            cute.make_layout((self.block_size * words, panels), stride=(1, self.block_size * words)),
+        )
+        for panel in cutlass.range_constexpr(panels):
+            for word in cutlass.range(first * words + thread, self.block_size * words, GROUP, unroll=1):
+                plain[word, panel] = Int64(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=GROUP)
+
+    @cute.jit
+    def step(
+        self, last: cutlass.Constexpr, products, registers, epilogue, task, place, first_slot: Int32,
+        block_bars: cute.Pointer, ring_bars: cute.Pointer, thread: Int32,
+    ):  # fmt: skip
+        """One tile, its S under way, and the start of the next one's S unless it is the last of the task."""
+        score, weigh, queries, keys, values = products
+        S, P, O = registers
+        head, cut, scale_log2, parity = task
+        used, phase, staged = place
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+        tokens = self.tokens_of(epilogue[3][used, None], thread)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(last):
+            self.release(block_bars + 2)
+        if cut != 0:
+            rooms = [(token & 127) - thread % 4 * 2 for token in tokens]
+            softmax.block_softmax(S, P, row_max, row_sum, scale_log2, rooms)
+        else:
+            softmax.block_softmax(S, P, row_max, row_sum, scale_log2, None)
+        cute.arch.mbarrier_wait(block_bars + 1, parity)
+        self.multiply(weigh, O, P, values[None, None, None, 0])
+        slot = used + 1
+        if slot == first_slot + STAGES:
+            slot = first_slot
+            phase = phase ^ 1
+        if cutlass.const_expr(last):
+            warpgroup.wait_group(0)
+            self.release(block_bars + 3)
+        else:
+            cute.arch.mbarrier_wait(ring_bars + slot, phase)
+            self.multiply(score, S, queries[None, None, None, slot], keys[None, None, None, 0])
+            warpgroup.wait_group(1)
+        self.emit(O, row_max, row_sum, tokens, epilogue, head, scale_log2, used, staged, ring_bars, thread)
+        return slot, phase, used
+
+    def tokens_of(self, edges, thread):
+        """The edges of the two rows that a thread holds; rows of a warp have the same one with a group of 16."""
+        of_warp = WARP_ROWS // self.rows.rows_per_token
+        first = thread // WARP * of_warp
+        return [edges[first + half * (of_warp - 1)] for half in range(2)]
+
+    @cute.jit
+    def emit(
+        self, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, tokens, epilogue, head: Int32,
+        scale_log2: Float32, slot: Int32, staged: Int32, ring_bars: cute.Pointer, thread: Int32,
+    ):  # fmt: skip
+        """Normalise a partial, stage it in the slot of its queries and send it and its LSE on their way."""
+        out_atom, mO, partial_lse, _, staging, staged_rows, boxes = epilogue
+        topk = Int32(partial_lse.shape[1])
+        row = thread % WARP // 4
+        # Lanes 0 and 1 of the four that share two rows write one LSE each.
+        half = thread % 4
+        lse = [softmax.log_sum(row_max[i], row_sum[i], scale_log2) for i in range(2)]
+        token = cutlass.select_(half == 0, tokens[0], tokens[1])
+        in_token = (row + half * 8) % self.rows.rows_per_token
+        if (half < 2) & (token >= 0) & (in_token < self.group):
+            partial_lse[token >> 13, (token >> 7) & 63, head * self.group + in_token] = softmax.choose(
+                half == 0, lse[0], lse[1]
+            )
+        inverse = [cute.arch.rcp_approx(row_sum[i]) for i in range(2)]
+        scaled = cute.make_rmem_tensor(O.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(O)):
+            scaled[i] = O[i] * inverse[i // 2 % 2]
+        rounded = cute.make_rmem_tensor(O.layout, ELEMENT)
+        rounded.store(scaled.load().to(ELEMENT))
+        # The lane that issued the last stores waits until they have read; then their slot is free.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if staged >= 0:
+            self.release(ring_bars + CONSUMERS * STAGES + staged)
+        cute.copy(staging, staging.retile(rounded), staged_rows[None, None, None, slot])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        of_warp = WARP_ROWS // self.rows.rows_per_token
+        for r in cutlass.range_constexpr(of_warp):
+            # All lanes know the edge: with two tokens in a warp, each half of its rows has one.
+            token = tokens[r]
+            if token >= 0:
+                source = boxes[None, None, None, None, None, thread // WARP * of_warp + r, slot]
+                self.rows.store(out_atom, source, mO, (token >> 13) * topk + ((token >> 7) & 63), head)
+        cute.arch.cp_async_bulk_commit_group()
