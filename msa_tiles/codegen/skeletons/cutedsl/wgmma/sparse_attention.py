@@ -170,7 +170,7 @@ class SparseAttention:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
                 out_atom, mO, sK, sV, sQ, sTasks, sEdges, block_bars, ring_bars, partial_lse, scale_log2,
-                warp_index // (GROUP // WARP), thread % GROUP,
+                warp_index, thread % WARP,
             )  # fmt: skip
 
     @cute.jit
@@ -328,9 +328,13 @@ class SparseAttention:
     def consume(
         self, out_atom: cute.CopyAtom, mO: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sQ: cute.Tensor,
         sTasks: cute.Tensor, sEdges: cute.Tensor, block_bars: cute.Pointer, ring_bars: cute.Pointer,
-        partial_lse: cute.Tensor, scale_log2: Float32, consumer: Int32, thread: Int32,
+        partial_lse: cute.Tensor, scale_log2: Float32, warp_index: Int32, lane: Int32,
     ):  # fmt: skip
-        """A consumer warpgroup; thread counts in it."""
+        """A consumer warpgroup."""
+        consumer = warp_index // (GROUP // WARP)
+        # Where this warp begins among those of its warpgroup: uniform, as the addresses of its stores must be.
+        member = warp_index % (GROUP // WARP)
+        thread = member * WARP + lane
         cpasync.prefetch_descriptor(out_atom)
         score = self.product(self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         weigh = self.product(self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
@@ -372,10 +376,10 @@ class SparseAttention:
                     task = (head, extent & 1, scale_log2, parity)
                     for _ in cutlass.range(tiles - 1, unroll=1):
                         place = self.step(
-                            False, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, thread
+                            False, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, member, lane
                         )
                     place = self.step(
-                        True, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, thread
+                        True, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, member, lane
                     )
                 else:
                     self.release(block_bars + 2)
@@ -430,7 +434,7 @@ class SparseAttention:
     @cute.jit
     def step(
         self, last: cutlass.Constexpr, products, registers, epilogue, task, place, first_slot: Int32,
-        block_bars: cute.Pointer, ring_bars: cute.Pointer, thread: Int32,
+        block_bars: cute.Pointer, ring_bars: cute.Pointer, member: Int32, lane: Int32,
     ):  # fmt: skip
         """One tile, its S under way, and the start of the next one's S unless it is the last of the task."""
         score, weigh, queries, keys, values = products
@@ -439,12 +443,12 @@ class SparseAttention:
         used, phase, staged = place
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        tokens = self.tokens_of(epilogue[3][used, None], thread)
+        tokens = self.tokens_of(epilogue[3][used, None], member)
         warpgroup.wait_group(0)
         if cutlass.const_expr(last):
             self.release(block_bars + 2)
         if cut != 0:
-            rooms = [(token & 127) - thread % 4 * 2 for token in tokens]
+            rooms = [(token & 127) - lane % 4 * 2 for token in tokens]
             softmax.block_softmax(S, P, row_max, row_sum, scale_log2, rooms)
         else:
             softmax.block_softmax(S, P, row_max, row_sum, scale_log2, None)
@@ -461,26 +465,26 @@ class SparseAttention:
             cute.arch.mbarrier_wait(ring_bars + slot, phase)
             self.multiply(score, S, queries[None, None, None, slot], keys[None, None, None, 0])
             warpgroup.wait_group(1)
-        self.emit(O, row_max, row_sum, tokens, epilogue, head, scale_log2, used, staged, ring_bars, thread)
+        self.emit(O, row_max, row_sum, tokens, epilogue, head, scale_log2, used, staged, ring_bars, member, lane)
         return slot, phase, used
 
-    def tokens_of(self, edges, thread):
-        """The edges of the two rows that a thread holds; rows of a warp have the same one with a group of 16."""
+    def tokens_of(self, edges, member):
+        """The edges of the two rows that a lane holds: the same one with a group of 16."""
         of_warp = WARP_ROWS // self.rows.rows_per_token
-        first = thread // WARP * of_warp
+        first = member * of_warp
         return [edges[first + half * (of_warp - 1)] for half in range(2)]
 
     @cute.jit
     def emit(
         self, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, tokens, epilogue, head: Int32,
-        scale_log2: Float32, slot: Int32, staged: Int32, ring_bars: cute.Pointer, thread: Int32,
+        scale_log2: Float32, slot: Int32, staged: Int32, ring_bars: cute.Pointer, member: Int32, lane: Int32,
     ):  # fmt: skip
         """Normalise a partial, stage it in the slot of its queries and send it and its LSE on their way."""
         out_atom, mO, partial_lse, _, staging, staged_rows, boxes = epilogue
         topk = Int32(partial_lse.shape[1])
-        row = thread % WARP // 4
+        row = lane // 4
         # Lanes 0 and 1 of the four that share two rows write one LSE each.
-        half = thread % 4
+        half = lane % 4
         lse = [softmax.log_sum(row_max[i], row_sum[i], scale_log2) for i in range(2)]
         token = cutlass.select_(half == 0, tokens[0], tokens[1])
         in_token = (row + half * 8) % self.rows.rows_per_token
@@ -506,6 +510,6 @@ class SparseAttention:
             # All lanes know the edge: with two tokens in a warp, each half of its rows has one.
             token = tokens[r]
             if token >= 0:
-                source = boxes[None, None, None, None, None, thread // WARP * of_warp + r, slot]
+                source = boxes[None, None, None, None, None, member * of_warp + r, slot]
                 self.rows.store(out_atom, source, mO, (token >> 13) * topk + ((token >> 7) & 63), head)
         cute.arch.cp_async_bulk_commit_group()
