@@ -8,7 +8,7 @@ does not matter: its rows are masked, and TMA answers a page outside the pool wi
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from msa_tiles.dsl.cutedsl import tma
 
@@ -60,3 +60,20 @@ class Blocks:
                     tma.load_box(atom, keys[None, None, head, pages[p]], Int32(0), panel, target, full)
             else:
                 tma.load_box(atom, keys[None, None, head], row, panel, boxes[None, None, 0, panel], full)
+
+    @cute.jit
+    def clear_rows(self, block: cute.Tensor, first: Int32, thread: Int32, threads: cutlass.Constexpr):
+        """Zero the rows of a block from `first` on, for wgmma to read once the threads have met.
+
+        Past a request's end they may hold NaN, and a probability of 0 times NaN would reach the output.
+        """
+        words = tma.PANEL * self.element.width // 64
+        panels = self.head_dim // tma.PANEL
+        plain = cute.make_tensor(
+            cute.recast_ptr(block.iterator, dtype=Int64),
+            cute.make_layout((self.block_size * words, panels), stride=(1, self.block_size * words)),
+        )
+        for panel in cutlass.range_constexpr(panels):
+            for word in cutlass.range(first * words + thread, self.block_size * words, threads, unroll=1):
+                plain[word, panel] = Int64(0)
+        cute.arch.fence_view_async_shared()

@@ -9,6 +9,8 @@ edge, number of edges, valid rows << 1 | cut), where cut says that some edge see
 rows end with the request's keys.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -18,7 +20,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import softmax, tma
+from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.gather import ROWS, Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
 
@@ -30,7 +32,6 @@ CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
 GROUP = 128  # threads of a warpgroup
 WARP = 32
 WARP_ROWS = 16  # of a tile
-MOST_TOKENS = 8  # of a tile: what a ring slot has edges for
 
 
 def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
@@ -45,6 +46,47 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     """
     kernel = SparseAttention(head_dim, block_size, group, pages_per_block)
     return kernel, kernel.arguments()
+
+
+class Shared(NamedTuple):
+    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+
+    keys: Any
+    values: Any
+    ring: Any
+    tasks: Any
+    edges: Any
+    task_full: Any
+    task_gathered: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    q_full: Any
+    q_free: Any
+
+
+class Tile(NamedTuple):
+    """What a consumer warp works with: atoms, operands in shared memory, registers, and where results go."""
+
+    score: Any  # S = queries x keys
+    weigh: Any  # O = P x values
+    queries: Any
+    keys: Any
+    values: Any
+    S: Any
+    P: Any
+    O: Any
+    staging: Any
+    staged_rows: Any
+    boxes: Any
+    out_atom: Any
+    partials: Any
+    partial_lse: Any
+    scale_log2: Any
+    consumer: Any
+    member: Any  # this warp among those of its warpgroup
+    lane: Any
 
 
 class SparseAttention:
@@ -150,49 +192,35 @@ class SparseAttention:
         tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, partial_lse: cute.Tensor, scale_log2: Float32,
         window_index: Int32, window: Int32,
     ):  # fmt: skip
-        thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sK, sV, sQ, sTasks, sEdges, task_bars, block_bars, ring_bars = self.allocate(SmemAllocator())
+        shared = self.allocate(SmemAllocator())
         if warp_index >= CONSUMERS * GROUP // WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             role = warp_index - CONSUMERS * GROUP // WARP
             if role == 0:
                 self.claim(
-                    k_atom, mK, v_atom, mV, self.blocks.boxes(sK), self.blocks.boxes(sV), sTasks, task_bars,
-                    block_bars, page_table, tasks, counts, claims, window_index,
+                    k_atom, mK, v_atom, mV, shared, page_table, tasks, counts, claims, window_index
                 )  # fmt: skip
             elif role <= CONSUMERS:
-                self.gather(
-                    q_atom, mQ, self.rows.boxes(sQ, CONSUMERS * STAGES), sTasks, sEdges, task_bars, ring_bars, edges,
-                    window_index, window, role - 1,
-                )  # fmt: skip
+                self.gather(q_atom, mQ, shared, edges, window_index, window_index * window, role - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(
-                out_atom, mO, sK, sV, sQ, sTasks, sEdges, block_bars, ring_bars, partial_lse, scale_log2,
-                warp_index, thread % WARP,
-            )  # fmt: skip
+            self.consume(out_atom, mO, shared, partial_lse, scale_log2, warp_index)
 
     @cute.jit
     def allocate(self, memory: SmemAllocator):
-        """Shared memory: keys, values, ring, tasks, edges, and three groups of barriers, ready for use on return.
-
-        Barriers of tasks: task_full [2], task_gathered. Of blocks: k_full, v_full, k_free, v_free. Of the ring: q_full
-        of every slot, then q_free of every slot.
-        """
+        """Shared memory, with barriers ready for use on return."""
         slots = CONSUMERS * STAGES
         k_tiler = (ROWS, self.block_size, self.head_dim)
         v_tiler = (ROWS, self.head_dim, self.block_size)
         k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, ELEMENT, 1)
         v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, ELEMENT, 1)
         q_layout = self.rows.tiles_layout(slots)
-        sK = memory.allocate_tensor(ELEMENT, k_layout.outer, 1024, k_layout.inner)
-        sV = memory.allocate_tensor(ELEMENT, v_layout.outer, 1024, v_layout.inner)
-        sQ = memory.allocate_tensor(ELEMENT, q_layout.outer, 1024, q_layout.inner)
-        sTasks = memory.allocate_tensor(Int32, cute.make_layout((2, 4), stride=(4, 1)), 16)
-        sEdges = memory.allocate_tensor(
-            Int32, cute.make_layout((slots, self.queries), stride=(self.queries, 1)), 16
-        )
+        keys = memory.allocate_tensor(ELEMENT, k_layout.outer, 1024, k_layout.inner)
+        values = memory.allocate_tensor(ELEMENT, v_layout.outer, 1024, v_layout.inner)
+        ring = memory.allocate_tensor(ELEMENT, q_layout.outer, 1024, q_layout.inner)
+        tasks = memory.allocate_tensor(Int32, cute.make_layout((2, 4), stride=(4, 1)), 16)
+        edges = memory.allocate_tensor(Int32, cute.make_layout((slots, self.queries), stride=(self.queries, 1)), 16)
         warps = GROUP // WARP
         arrivals = [1, 1, CONSUMERS, 1, 1, CONSUMERS * warps, CONSUMERS * warps, *[1] * slots, *[warps] * slots]
         barriers = memory.allocate_array(Int64, len(arrivals))
@@ -201,17 +229,19 @@ class SparseAttention:
                 cute.arch.mbarrier_init(barriers + i, arrivals[i])
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        return sK, sV, sQ, sTasks, sEdges, barriers, barriers + 3, barriers + 7
+        later = (barriers + i for i in (2, 3, 4, 5, 6, 7, 7 + slots))
+        return Shared(keys, values, ring, tasks, edges, barriers, *later)
 
     @cute.jit
     def claim(
-        self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor, k_boxes: cute.Tensor,
-        v_boxes: cute.Tensor, sTasks: cute.Tensor, task_bars: cute.Pointer, block_bars: cute.Pointer,
+        self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor, shared: Shared,
         page_table: cute.Tensor, tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, window_index: Int32,
     ):  # fmt: skip
         """The claiming warp: one task after the other, its entry, then its keys and values."""
         lane = cute.arch.lane_idx()
         heads = Int32(counts.shape[1])
+        k_boxes = self.blocks.boxes(shared.keys)
+        v_boxes = self.blocks.boxes(shared.values)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(v_atom)
         # Claims only grow, so the head of the last one is where the search for the next one begins.
@@ -222,7 +252,7 @@ class SparseAttention:
         running = Int32(1)
         while running > 0:
             parity = turn & 1
-            cute.arch.mbarrier_wait(task_bars + 2, parity ^ 1)
+            cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
             claim = Int32(0)
             if lane == 0:
                 claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
@@ -240,84 +270,80 @@ class SparseAttention:
                 row = task[0]
                 pages = self.blocks.pages(page_table, row)
                 if lane == 0:
-                    sTasks[parity, 0] = task[1]
-                    sTasks[parity, 1] = task[2]
-                    sTasks[parity, 2] = head
-                    sTasks[parity, 3] = task[3]
+                    shared.tasks[parity, 0] = task[1]
+                    shared.tasks[parity, 1] = task[2]
+                    shared.tasks[parity, 2] = head
+                    shared.tasks[parity, 3] = task[3]
             else:
                 running = Int32(0)
                 if lane == 0:
-                    sTasks[parity, 1] = Int32(-1)
+                    shared.tasks[parity, 1] = Int32(-1)
             if lane == 0:
-                cute.arch.mbarrier_arrive(task_bars + parity)
-            cute.arch.mbarrier_wait(block_bars + 2, parity ^ 1)
+                cute.arch.mbarrier_arrive(shared.task_full + parity)
+            cute.arch.mbarrier_wait(shared.k_free, parity ^ 1)
             if running > 0:
-                self.blocks.load(k_atom, mK, row, pages, head, k_boxes, block_bars)
-                cute.arch.mbarrier_wait(block_bars + 3, parity ^ 1)
-                self.blocks.load(v_atom, mV, row, pages, head, v_boxes, block_bars + 1)
+                self.blocks.load(k_atom, mK, row, pages, head, k_boxes, shared.k_full)
+                cute.arch.mbarrier_wait(shared.v_free, parity ^ 1)
+                self.blocks.load(v_atom, mV, row, pages, head, v_boxes, shared.v_full)
             elif lane == 0:
-                cute.arch.mbarrier_arrive(block_bars)
+                cute.arch.mbarrier_arrive(shared.k_full)
             turn = turn + 1
 
     @cute.jit
     def gather(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, q_boxes: cute.Tensor, sTasks: cute.Tensor, sEdges: cute.Tensor,
-        task_bars: cute.Pointer, ring_bars: cute.Pointer, edges: cute.Tensor, window_index: Int32, window: Int32,
-        consumer: Int32,
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, shared: Shared, edges: cute.Tensor, window_index: Int32,
+        first_token: Int32, consumer: Int32,
     ):  # fmt: skip
         """A gathering warp: the query rows of every CONSUMERS-th tile of each task, as fast as the ring takes them."""
         lane = cute.arch.lane_idx()
         cpasync.prefetch_descriptor(q_atom)
+        boxes = self.rows.boxes(shared.ring, CONSUMERS * STAGES)
         first_slot = consumer * STAGES
-        slot = Int32(0)
+        slot = first_slot
         phase = Int32(1)
         turn = Int32(0)
         running = Int32(1)
         while running > 0:
             parity = turn & 1
-            cute.arch.mbarrier_wait(task_bars + parity, (turn >> 1) & 1)
-            first_edge = sTasks[parity, 0]
-            num = sTasks[parity, 1]
-            head = sTasks[parity, 2]
+            cute.arch.mbarrier_wait(shared.task_full + parity, (turn >> 1) & 1)
+            first_edge = shared.tasks[parity, 0]
+            num = shared.tasks[parity, 1]
+            head = shared.tasks[parity, 2]
             if num < 0:
                 running = Int32(0)
-                num = Int32(0)
             else:
                 of_head = edges[window_index, head, None]
-                # Lane i holds the edge of the tile's i-th query, one tile ahead of need.
+                # Lane i holds the edge of the tile's i-th query, or -1; it is read one tile ahead of need.
                 mine = consumer * self.queries + lane
                 edge = Int32(-1)
                 if (lane < self.queries) & (mine < num):
                     edge = of_head[first_edge + mine]
                 for _ in cutlass.range(self.tiles_of(num, consumer), unroll=1):
                     current = edge
-                    left = num - mine + lane
+                    queries = cutlass.min(num - mine + lane, self.queries)
                     mine = mine + CONSUMERS * self.queries
                     edge = Int32(-1)
                     if (lane < self.queries) & (mine < num):
                         edge = of_head[first_edge + mine]
-                    stage = first_slot + slot
-                    cute.arch.mbarrier_wait(ring_bars + CONSUMERS * STAGES + stage, phase)
+                    cute.arch.mbarrier_wait(shared.q_free + slot, phase)
                     if lane < self.queries:
-                        sEdges[stage, lane] = current
+                        shared.edges[slot, lane] = current
                     cute.arch.sync_warp()
-                    queries = cutlass.min(left, self.queries)
+                    full = shared.q_full + slot
                     if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring_bars + stage, queries * self.rows.token_bytes)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, queries * self.rows.token_bytes)
                     for r in cutlass.range_constexpr(self.queries):
-                        token = window_index * window + (cute.arch.shuffle_sync(current, r) >> 13)
+                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
                         if r < queries:
-                            self.rows.load(
-                                q_atom, mQ, token, head, q_boxes[None, None, None, None, None, r, stage],
-                                ring_bars + stage,
-                            )  # fmt: skip
+                            target = boxes[None, None, None, None, None, r, slot]
+                            self.rows.load(q_atom, mQ, token, head, target, full)
                     slot = slot + 1
-                    if slot == STAGES:
-                        slot = Int32(0)
+                    if slot == first_slot + STAGES:
+                        slot = first_slot
                         phase = phase ^ 1
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(task_bars + 2)
+                    cute.arch.mbarrier_arrive(shared.task_gathered)
             turn = turn + 1
 
     def tiles_of(self, num, consumer):
@@ -326,88 +352,71 @@ class SparseAttention:
 
     @cute.jit
     def consume(
-        self, out_atom: cute.CopyAtom, mO: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sQ: cute.Tensor,
-        sTasks: cute.Tensor, sEdges: cute.Tensor, block_bars: cute.Pointer, ring_bars: cute.Pointer,
-        partial_lse: cute.Tensor, scale_log2: Float32, warp_index: Int32, lane: Int32,
+        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, partial_lse: cute.Tensor,
+        scale_log2: Float32, warp_index: Int32,
     ):  # fmt: skip
-        """A consumer warpgroup."""
-        consumer = warp_index // (GROUP // WARP)
-        # Where this warp begins among those of its warpgroup: uniform, as the addresses of its stores must be.
-        member = warp_index % (GROUP // WARP)
-        thread = member * WARP + lane
+        """A warp of a consumer."""
         cpasync.prefetch_descriptor(out_atom)
-        score = self.product(self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        weigh = self.product(self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        # Whatever the thread, shared-memory operands are described whole.
-        queries = score[0].make_fragment_A(score[0].get_slice(0).partition_A(sQ))
-        keys = score[0].make_fragment_B(score[0].get_slice(0).partition_B(sK))
-        values = weigh[0].make_fragment_B(weigh[0].get_slice(0).partition_B(sV))
-        S = score[0].make_fragment_C(score[0].partition_shape_C((ROWS, self.block_size)))
-        O = weigh[0].make_fragment_C(weigh[0].partition_shape_C((ROWS, self.head_dim)))
-        P = cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), ELEMENT)
+        # Uniform in a warp, as what addresses its stores must be.
+        member = warp_index % (GROUP // WARP)
+        lane = cute.arch.lane_idx()
+        score = wgmma.product(ELEMENT, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        weigh = wgmma.product(ELEMENT, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENT)
-        staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
-        products = (score, weigh, queries, keys, values)
-        registers = (S, P, O)
-        epilogue = (out_atom, mO, partial_lse, sEdges, staging, staging.partition_D(sQ), self.rows.boxes(
-            sQ, CONSUMERS * STAGES
-        ))  # fmt: skip
-        first_slot = consumer * STAGES
-        # (slot of the next tile, its phase, slot in which the last partial is staged)
-        place = (first_slot, Int32(0), Int32(-1))
+        staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(member * WARP + lane)
+        tile = Tile(
+            score,
+            weigh,
+            wgmma.operand_a(score, shared.ring),
+            wgmma.operand_b(score, shared.keys)[None, None, None, 0],
+            wgmma.operand_b(weigh, shared.values)[None, None, None, 0],
+            wgmma.accumulator(score, self.block_size),
+            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), ELEMENT),
+            wgmma.accumulator(weigh, self.head_dim),
+            staging,
+            staging.partition_D(shared.ring),
+            self.rows.boxes(shared.ring, CONSUMERS * STAGES),
+            out_atom,
+            mO,
+            partial_lse,
+            scale_log2,
+            warp_index // (GROUP // WARP),
+            member,
+            lane,
+        )
+        # The slot of the next tile and its phase; the slot in which the last partial is staged.
+        slot = tile.consumer * STAGES
+        phase = Int32(0)
+        staged = Int32(-1)
         turn = Int32(0)
         running = Int32(1)
         while running > 0:
             parity = turn & 1
-            cute.arch.mbarrier_wait(block_bars, parity)
-            num = sTasks[parity, 1]
-            head = sTasks[parity, 2]
-            extent = sTasks[parity, 3]
+            cute.arch.mbarrier_wait(shared.k_full, parity)
+            num = shared.tasks[parity, 1]
+            head = shared.tasks[parity, 2]
+            extent = shared.tasks[parity, 3]
+            tiles = self.tiles_of(num, tile.consumer)
             if num < 0:
                 running = Int32(0)
+            elif tiles > 0:
+                if (extent >> 1) < self.block_size:
+                    cute.arch.mbarrier_wait(shared.v_full, parity)
+                    thread = tile.member * WARP + tile.lane
+                    self.blocks.clear_rows(shared.values, extent >> 1, thread, GROUP)
+                    cute.arch.barrier(barrier_id=1 + tile.consumer, number_of_threads=GROUP)
+                cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+                wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
+                for _ in cutlass.range(tiles - 1, unroll=1):
+                    slot, phase, staged = self.step(False, shared, tile, head, extent & 1, parity, slot, phase, staged)
+                slot, phase, staged = self.step(True, shared, tile, head, extent & 1, parity, slot, phase, staged)
             else:
-                tiles = self.tiles_of(num, consumer)
-                if tiles > 0:
-                    if (extent >> 1) < self.block_size:
-                        cute.arch.mbarrier_wait(block_bars + 1, parity)
-                        self.clear_rows(sV, extent >> 1, consumer, thread)
-                    cute.arch.mbarrier_wait(ring_bars + place[0], place[1])
-                    self.multiply(score, S, queries[None, None, None, place[0]], keys[None, None, None, 0])
-                    task = (head, extent & 1, scale_log2, parity)
-                    for _ in cutlass.range(tiles - 1, unroll=1):
-                        place = self.step(
-                            False, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, member, lane
-                        )
-                    place = self.step(
-                        True, products, registers, epilogue, task, place, first_slot, block_bars, ring_bars, member, lane
-                    )
-                else:
-                    self.release(block_bars + 2)
-                    cute.arch.mbarrier_wait(block_bars + 1, parity)
-                    self.release(block_bars + 3)
+                self.release(shared.k_free)
+                # To skip a phase would take the next one for done.
+                cute.arch.mbarrier_wait(shared.v_full, parity)
+                self.release(shared.v_free)
             turn = turn + 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def product(self, columns, major, source):
-        """The two multiplications of a product of ROWS rows by `columns`: its first step, and the steps after it."""
-        first, rest = (
-            hopper.make_trivial_tiled_mma(
-                ELEMENT, ELEMENT, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), source
-            )
-            for _ in range(2)
-        )
-        first.set(warpgroup.Field.ACCUMULATE, False)
-        rest.set(warpgroup.Field.ACCUMULATE, True)
-        return first, rest
-
-    @cute.jit
-    def multiply(self, product, into: cute.Tensor, left: cute.Tensor, right: cute.Tensor):
-        """Start into = left x right."""
-        warpgroup.fence()
-        for step in cutlass.range_constexpr(cute.size(left, mode=[2])):
-            mma = product[0] if cutlass.const_expr(step == 0) else product[1]
-            cute.gemm(mma, into, left[None, None, step], right[None, None, step], into)
-        warpgroup.commit_group()
 
     @cute.jit
     def release(self, free: cute.Pointer):
@@ -417,99 +426,79 @@ class SparseAttention:
             cute.arch.mbarrier_arrive(free)
 
     @cute.jit
-    def clear_rows(self, sV: cute.Tensor, first: Int32, consumer: Int32, thread: Int32):
-        """Zero the rows of V from `first` on: past the request's end they may hold NaN, and 0 * NaN would reach O."""
-        words = tma.PANEL * ELEMENT.width // 64
-        panels = self.head_dim // tma.PANEL
-        plain = cute.make_tensor(
-            cute.recast_ptr(sV.iterator, dtype=Int64),
-            cute.make_layout((self.block_size * words, panels), stride=(1, self.block_size * words)),
-        )
-        for panel in cutlass.range_constexpr(panels):
-            for word in cutlass.range(first * words + thread, self.block_size * words, GROUP, unroll=1):
-                plain[word, panel] = Int64(0)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=GROUP)
-
-    @cute.jit
     def step(
-        self, last: cutlass.Constexpr, products, registers, epilogue, task, place, first_slot: Int32,
-        block_bars: cute.Pointer, ring_bars: cute.Pointer, member: Int32, lane: Int32,
+        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, head: Int32, cut: Int32, parity: Int32,
+        used: Int32, phase: Int32, staged: Int32,
     ):  # fmt: skip
         """One tile, its S under way, and the start of the next one's S unless it is the last of the task."""
-        score, weigh, queries, keys, values = products
-        S, P, O = registers
-        head, cut, scale_log2, parity = task
-        used, phase, staged = place
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        tokens = self.tokens_of(epilogue[3][used, None], member)
+        tokens = self.tokens_of(shared.edges[used, None], tile.member)
         warpgroup.wait_group(0)
         if cutlass.const_expr(last):
-            self.release(block_bars + 2)
+            self.release(shared.k_free)
         if cut != 0:
-            rooms = [(token & 127) - lane % 4 * 2 for token in tokens]
-            softmax.block_softmax(S, P, row_max, row_sum, scale_log2, rooms)
+            rooms = [(token & 127) - tile.lane % 4 * 2 for token in tokens]
+            softmax.block_softmax(tile.S, tile.P, row_max, row_sum, tile.scale_log2, rooms)
         else:
-            softmax.block_softmax(S, P, row_max, row_sum, scale_log2, None)
-        cute.arch.mbarrier_wait(block_bars + 1, parity)
-        self.multiply(weigh, O, P, values[None, None, None, 0])
+            softmax.block_softmax(tile.S, tile.P, row_max, row_sum, tile.scale_log2, None)
+        cute.arch.mbarrier_wait(shared.v_full, parity)
+        wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values)
         slot = used + 1
-        if slot == first_slot + STAGES:
-            slot = first_slot
+        if slot == (tile.consumer + 1) * STAGES:
+            slot = tile.consumer * STAGES
             phase = phase ^ 1
         if cutlass.const_expr(last):
             warpgroup.wait_group(0)
-            self.release(block_bars + 3)
+            self.release(shared.v_free)
         else:
-            cute.arch.mbarrier_wait(ring_bars + slot, phase)
-            self.multiply(score, S, queries[None, None, None, slot], keys[None, None, None, 0])
+            cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+            wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
             warpgroup.wait_group(1)
-        self.emit(O, row_max, row_sum, tokens, epilogue, head, scale_log2, used, staged, ring_bars, member, lane)
+        self.emit(shared, tile, tokens, row_max, row_sum, head, used, staged)
         return slot, phase, used
 
     def tokens_of(self, edges, member):
         """The edges of the two rows that a lane holds: the same one with a group of 16."""
         of_warp = WARP_ROWS // self.rows.rows_per_token
-        first = member * of_warp
-        return [edges[first + half * (of_warp - 1)] for half in range(2)]
+        return [edges[member * of_warp + half * (of_warp - 1)] for half in range(2)]
 
     @cute.jit
     def emit(
-        self, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, tokens, epilogue, head: Int32,
-        scale_log2: Float32, slot: Int32, staged: Int32, ring_bars: cute.Pointer, member: Int32, lane: Int32,
+        self, shared: Shared, tile: Tile, tokens, row_max: cute.Tensor, row_sum: cute.Tensor, head: Int32,
+        slot: Int32, staged: Int32,
     ):  # fmt: skip
         """Normalise a partial, stage it in the slot of its queries and send it and its LSE on their way."""
-        out_atom, mO, partial_lse, _, staging, staged_rows, boxes = epilogue
-        topk = Int32(partial_lse.shape[1])
-        row = lane // 4
-        # Lanes 0 and 1 of the four that share two rows write one LSE each.
-        half = lane % 4
-        lse = [softmax.log_sum(row_max[i], row_sum[i], scale_log2) for i in range(2)]
-        token = cutlass.select_(half == 0, tokens[0], tokens[1])
-        in_token = (row + half * 8) % self.rows.rows_per_token
-        if (half < 2) & (token >= 0) & (in_token < self.group):
-            partial_lse[token >> 13, (token >> 7) & 63, head * self.group + in_token] = softmax.choose(
-                half == 0, lse[0], lse[1]
-            )
-        inverse = [cute.arch.rcp_approx(row_sum[i]) for i in range(2)]
-        scaled = cute.make_rmem_tensor(O.layout, Float32)
-        for i in cutlass.range_constexpr(cute.size(O)):
-            scaled[i] = O[i] * inverse[i // 2 % 2]
-        rounded = cute.make_rmem_tensor(O.layout, ELEMENT)
+        inverse = [cute.arch.rcp_approx(row_sum[half]) for half in range(2)]
+        scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(tile.O)):
+            scaled[i] = tile.O[i] * inverse[i // 2 % 2]
+        rounded = cute.make_rmem_tensor(tile.O.layout, ELEMENT)
         rounded.store(scaled.load().to(ELEMENT))
-        # The lane that issued the last stores waits until they have read; then their slot is free.
+        # The rows staged last have been read once this returns; then their slot is free.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if staged >= 0:
-            self.release(ring_bars + CONSUMERS * STAGES + staged)
-        cute.copy(staging, staging.retile(rounded), staged_rows[None, None, None, slot])
+            self.release(shared.q_free + staged)
+        cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, slot])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
+        topk = Int32(tile.partial_lse.shape[1])
         of_warp = WARP_ROWS // self.rows.rows_per_token
         for r in cutlass.range_constexpr(of_warp):
-            # All lanes know the edge: with two tokens in a warp, each half of its rows has one.
-            token = tokens[r]
-            if token >= 0:
-                source = boxes[None, None, None, None, None, member * of_warp + r, slot]
-                self.rows.store(out_atom, source, mO, (token >> 13) * topk + ((token >> 7) & 63), head)
+            # A lane knows every edge of its warp: they are those of its rows.
+            if tokens[r] >= 0:
+                source = tile.boxes[None, None, None, None, None, tile.member * of_warp + r, slot]
+                partial = (tokens[r] >> 13) * topk + ((tokens[r] >> 7) & 63)
+                self.rows.store(tile.out_atom, source, tile.partials, partial, head)
         cute.arch.cp_async_bulk_commit_group()
+        # Behind the copies, whose fence would wait for it. Lanes 0 and 1 of the four that share two rows write one LSE
+        # each.
+        half = tile.lane % 4
+        token = tokens[0]
+        lse = softmax.log_sum(row_max[0], row_sum[0], tile.scale_log2)
+        if half == 1:
+            token = tokens[1]
+            lse = softmax.log_sum(row_max[1], row_sum[1], tile.scale_log2)
+        row = (tile.lane // 4 + half * 8) % self.rows.rows_per_token
+        if (half < 2) & (token >= 0) & (row < self.group):
+            tile.partial_lse[token >> 13, (token >> 7) & 63, head * self.group + row] = lse
