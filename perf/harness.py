@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from perf import cases, rows
-from perf.cases import Case
 from perf.timing import Call, Clock, CudaClock, Timing, measure, sets_needed
 
 OURS = "ours"
@@ -41,11 +40,21 @@ class Skipped:
     reason: str
 
 
+class NamedCase(Protocol):
+    """What a case tells the harness: the operator and the name of a row."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Bench:
     """A case ready to run. `make(seed)` builds one set of inputs of about `bytes_per_set`; `cells` ran it."""
 
-    case: Case
+    case: NamedCase
     make: Callable[[int], Any]
     bytes_per_set: int
     ours: Contender
@@ -53,6 +62,8 @@ class Bench:
     cells: Sequence[str]
     floor_ops: Sequence[str] = ()
     """Operators whose floors add up to this one's; its own when empty."""
+    floor_ms: float | None = None
+    """The floor itself, for cases that no spec describes."""
 
 
 @dataclass
@@ -146,7 +157,7 @@ def row_of(bench: Bench, result: Result, card: str, precision: str, dsl: str, fl
     }
 
 
-def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: Sequence[str], find: Any = None) -> int:
+def main(op: str, prepare: Callable[[Any, torch.device, str], Bench], labels: Sequence[str], find: Any = None) -> int:
     """Command line of a benchmark module: `prepare(case, device, dsl)` builds a Bench; `find(label)` finds a case."""
     parser = argparse.ArgumentParser(prog=f"python -m perf.bench_{op}", description=f"Times {op} and its baselines.")
     parser.add_argument("--cases", nargs="+", default=list(labels), metavar="CASE", help=f"of {', '.join(labels)}")
@@ -184,14 +195,22 @@ def main(op: str, prepare: Callable[[Case, torch.device, str], Bench], labels: S
             _say(f"  {OURS} failed: {_first_line(error)}")
             failed = True
             continue
-        floors = [cases.floor(part, label, args.precision, properties.name) for part in bench.floor_ops or (op,)]
-        floor = None if None in floors else sum(value for value in floors if value is not None)
+        floor = floor_of(bench, args.precision, properties.name)
         row = row_of(bench, result, properties.name, args.precision, args.dsl, floor)
         rows.append(path, row)
         _say(summary(row))
         del bench, result
         _release()
     return 1 if failed else 0
+
+
+def floor_of(bench: Bench, precision: str, card: str) -> float | None:
+    """The bench's own floor, or the sum of its operators' floors on this card."""
+    if bench.floor_ms is not None:
+        return bench.floor_ms
+    ops = bench.floor_ops or (bench.case.op,)
+    floors = [cases.floor(op, bench.case.label, precision, card) for op in ops]
+    return None if None in floors else sum(value for value in floors if value is not None)
 
 
 def only_peers(bench: Bench, names: Sequence[str]) -> Bench:

@@ -28,7 +28,8 @@ VLLM_PAGE = 128
 
 
 @functools.lru_cache(maxsize=1)
-def _vllm() -> ModuleType | str:
+def vllm_module() -> ModuleType | str:
+    """vLLM's MiniMax-M3 operators, or why they cannot be imported."""
     reasons = []
     for name in VLLM_MODULES:
         try:
@@ -85,7 +86,7 @@ def token_major(block_indices: Tensor) -> Tensor:
 
 def vllm_unless(case: Case, head_dim: int) -> ModuleType | Skipped:
     """vLLM's operators, or why they cannot run this case."""
-    module = _vllm()
+    module = vllm_module()
     if isinstance(module, str):
         return Skipped("vllm", module)
     if case["block_size"] != VLLM_PAGE:

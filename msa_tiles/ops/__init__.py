@@ -18,18 +18,27 @@ Every operator takes the same keyword arguments that say where things are:
 """
 
 from msa_tiles.ops.combine import combine
+from msa_tiles.ops.decode_score import decode_score
+from msa_tiles.ops.decode_topk import decode_topk
 from msa_tiles.ops.index_score import index_score
+from msa_tiles.ops.msa_decode import decode_workspace_bytes, msa_decode
 from msa_tiles.ops.schedule import Schedule, build_schedule
 from msa_tiles.ops.select_blocks import select_blocks
 from msa_tiles.ops.sparse_attention import sparse_attention
+from msa_tiles.ops.sparse_decode import sparse_decode
 from msa_tiles.ops.topk_select import topk_select
 
 __all__ = [
     "Schedule",
     "build_schedule",
     "combine",
+    "decode_score",
+    "decode_topk",
+    "decode_workspace_bytes",
     "index_score",
+    "msa_decode",
     "select_blocks",
     "sparse_attention",
+    "sparse_decode",
     "topk_select",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from msa_tiles.ops import _validate
 from msa_tiles.ops._where import Where
 
 if TYPE_CHECKING:
@@ -110,14 +111,14 @@ def place(where: Where, total_q: int, total_k: int | None, block_size: int, devi
     """
     starts_q = where.cu_seqlens_q
     if starts_q is None:
-        starts_q = _one_sequence(total_q, device)
+        starts_q = one_sequence(total_q, device)
     starts_k = where.cu_seqlens_k
     if where.page_table is not None:
         span = max(where.page_table.shape[1], 1) * block_size
         starts_k = torch.arange(0, (where.num_requests + 1) * span, span, dtype=torch.int32, device=device)
     elif starts_k is None:
         if total_k is not None:
-            starts_k = _one_sequence(total_k, device)
+            starts_k = one_sequence(total_k, device)
         elif where.seqused_k is not None:
             starts_k = torch.nn.functional.pad(where.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         else:
@@ -148,9 +149,17 @@ def oversized_table(where: Where, block_size: int) -> tuple[str, ...]:
     return (f"page_table spans {rows} virtual rows (requests x max_pages x block_size), wanted fewer than 2**31",)
 
 
-def _one_sequence(length: int, device: torch.device) -> Tensor:
+def one_sequence(length: int, device: torch.device) -> Tensor:
     """[0, length] in one launch and without a copy from the host."""
     return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
+
+
+def check_alignment(name: str, tensor: Tensor) -> None:
+    """Refuse a scratch tensor that begins at an odd place; addresses are unknown while a graph is traced."""
+    behind = tensor.data_ptr() % ALIGNMENT
+    if behind:
+        came = f"an address {behind} bytes behind a multiple of {ALIGNMENT}"
+        _validate.refuse(name, came, f"a multiple of {ALIGNMENT}")
 
 
 def _aligned(tensor: Tensor) -> bool:

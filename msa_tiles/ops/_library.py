@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 NAMESPACE = "msa_tiles"
 
 
 @dataclass(frozen=True)
 class OperatorPair:
-    """``functional(*arguments)`` returns fresh outputs; ``mutating(*arguments, *outputs)`` returns nothing."""
+    """``functional(*arguments)`` returns fresh outputs; ``mutating(*arguments, *outputs)`` returns nothing.
 
-    functional: Any
-    mutating: Any
+    torch's dispatcher takes longer on the host than the kernels of a decode step on the GPU. A call that nobody traces,
+    transforms or differentiates goes past it.
+    """
+
+    registered_functional: Any
+    registered_mutating: Any
+    compute: Callable[..., Any]
+    write: Callable[..., None]
+    mutated: int
+
+    def functional(self, *arguments: Any) -> Any:
+        return self.compute(*arguments) if plain(arguments) else self.registered_functional(*arguments)
+
+    def mutating(self, *arguments: Any) -> None:
+        if plain(arguments):
+            self.write(*arguments)
+            written(arguments[-self.mutated :])
+        else:
+            self.registered_mutating(*arguments)
+
+
+def written(buffers: Sequence[Tensor | None]) -> None:
+    """Tell autograd that a call past the dispatcher wrote these: what it saved of them is stale."""
+    increment_version([buffer for buffer in buffers if buffer is not None])
+
+
+def plain(arguments: Sequence[Any]) -> bool:
+    """Is this an eager call on ordinary tensors, without gradients?"""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    recording = torch.is_grad_enabled()
+    for value in arguments:
+        if isinstance(value, Tensor) and (type(value) not in _ORDINARY or (recording and value.requires_grad)):
+            return False
+    return True
+
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def define(
@@ -63,4 +103,4 @@ def define(
         schema=f"({arguments}, {', '.join(mutated)}) -> ()",
     )
     mutating.register_fake(fake_write)
-    return OperatorPair(functional, mutating)
+    return OperatorPair(functional, mutating, compute, write, len(mutated))

@@ -130,6 +130,16 @@ def destination(
     return value
 
 
+def scratch(name: str, value: Any, like: Tensor, like_name: str) -> Tensor:
+    """A uint8 tensor that a call may overwrite."""
+    tensor(name, value, "[bytes]")
+    if value.dtype != torch.uint8:
+        refuse_type(name, f"dtype {value.dtype}", "torch.uint8")
+    same_device(name, value, like, like_name)
+    dense(name, value)
+    return value
+
+
 def backend(value: Any, device: torch.device) -> None:
     """A known backend that the device can have."""
     one_of("backend", value, BACKENDS)

@@ -47,6 +47,17 @@ class Where:
             self.k_offset,
         )
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors among the arguments."""
+        return (
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.page_table,
+            self.seqused_k,
+            self.q_positions,
+            self.k_offset,
+        )
+
     def keywords(self) -> dict[str, Any]:
         """The arguments as the reference takes them."""
         return {

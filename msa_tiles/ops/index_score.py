@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 from msa_tiles import reference
 from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
 from msa_tiles.ops._where import Where
+
+Launch = Callable[[Any, Tensor, Tensor, Where, int, bool, Tensor], None]
 
 
 def index_score(
@@ -41,8 +45,30 @@ def index_score(
     or is the width of ``out``, a buffer in the requested layout. Without ``causal`` a query sees all keys of its
     request.
     """
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    arguments = score_arguments(idx_q, idx_k, where, check, block_size, causal, layout, k_scale, q_scale, out, backend)
+    if out is None:
+        return _OPERATOR.functional(*arguments)
+    _OPERATOR.mutating(*arguments, out)
+    return out
+
+
+def score_arguments(
+    idx_q: Tensor,
+    idx_k: Tensor,
+    where: Where,
+    check: bool,
+    block_size: int,
+    causal: bool,
+    layout: str,
+    k_scale: Tensor | None,
+    q_scale: Tensor | None,
+    out: Tensor | None,
+    backend: str,
+) -> tuple[Any, ...]:
+    """Validate a call that scores blocks; the arguments of `SCHEMA`."""
     head_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]").shape[2]
-    keys_dims = "[Tk, Di]" if page_table is None else "[pages, page, Di]"
+    keys_dims = "[Tk, Di]" if where.page_table is None else "[pages, page, Di]"
     _validate.floating("idx_k", idx_k, keys_dims, idx_q, "idx_q")
     if idx_k.shape[-1] != head_dim:
         _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
@@ -52,19 +78,14 @@ def index_score(
     _validate.scale("q_scale", q_scale)
     _validate.scale("k_scale", k_scale)
     _validate.backend(backend, idx_q.device)
-    if page_table is not None:
+    if where.page_table is not None:
         _where.page_size("idx_k", idx_k, block_size)
-    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
     token_major = layout == "token_major"
     num_blocks = _width(idx_q, idx_k, where, block_size, token_major, out)
     if check:
         _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
-    arguments = (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
-    if out is None:
-        return _OPERATOR.functional(*arguments)
-    _OPERATOR.mutating(*arguments, out)
-    return out
+    return (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
 
 
 def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_major: bool, out: Tensor | None) -> int:
@@ -91,14 +112,18 @@ def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_ma
     return out.shape[2]
 
 
-def _allocate(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def allocate_scores(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     token_major, num_blocks = rest[-3], rest[-2]
     total_q, num_heads = idx_q.shape[0], idx_q.shape[1]
     shape = (total_q, num_heads, num_blocks) if token_major else (num_heads, total_q, num_blocks)
     return (idx_q.new_empty(shape, dtype=torch.float32),)
 
 
-def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
+def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
+    """Fill the last argument: by the reference, or by ``launch(kernel, idx_q, idx_k, where, block_size, causal, out)``.
+
+    The launch gets calls with keys, requests and an output that is not empty.
+    """
     *place, block_size, causal, token_major, num_blocks, backend, out = rest
     where = Where(*place)
     score = out.transpose(0, 1) if token_major else out
@@ -110,7 +135,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
         )
         return
     facts = _dispatch.call_facts(
-        "index_score",
+        op,
         where,
         idx_q.device,
         _dispatch.PRECISIONS[idx_q.dtype],
@@ -128,6 +153,12 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
     if idx_k.numel() == 0 or where.num_requests == 0:
         score.fill_(-torch.inf)
         return
+    launch(kernel, idx_q, idx_k, where, block_size, causal, score)
+
+
+def _launch(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, causal: bool, score: Tensor
+) -> None:
     at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
     kernel(
         idx_q,
@@ -144,11 +175,10 @@ def _write(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
     )
 
 
-_OPERATOR = _library.define(
-    "index_score",
+SCHEMA = (
     f"Tensor idx_q, Tensor idx_k, {_where.ARGUMENTS}, SymInt block_size, bool causal, bool token_major, "
-    "SymInt num_blocks, str backend",
-    ("out",),
-    _allocate,
-    _write,
+    "SymInt num_blocks, str backend"
+)
+_OPERATOR = _library.define(
+    "index_score", SCHEMA, ("out",), allocate_scores, functools.partial(write_scores, "index_score", _launch)
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,11 @@ from msa_tiles import reference
 from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime import CallFacts
+
+Launch = Callable[..., None]
 
 
 def sparse_attention(
@@ -50,24 +57,35 @@ def sparse_attention(
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
     """
-    total_q, num_q_heads, head_dim = _validate.floating("q", q, "[T, Hq, D]").shape
-    if head_dim == 0:
-        _validate.refuse("q", "head dim 0", "at least 1")
-    keys_dims = "[Tk, Hkv, D]" if page_table is None else "[pages, Hkv, page, D]"
-    for name, value in (("k", k), ("v", v)):
-        _validate.floating(name, value, keys_dims, q, "q")
-        if value.shape[-1] != head_dim:
-            _validate.refuse(name, f"head dim {value.shape[-1]}", f"{head_dim} like q")
-    if v.shape != k.shape:
-        _validate.refuse("v", f"shape {_validate.shape_text(v.shape)}", f"{_validate.shape_text(k.shape)} like k")
-    _heads_and_ids(q, k, block_indices, total_q)
-    _validate.integer("block_size", block_size, 1)
-    for name, factor in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    arguments, scratch = attention_arguments(
+        q, k, v, block_indices, where, check, block_size, softmax_scale, (q_scale, k_scale, v_scale), schedule,
+        workspace, backend,
+    )  # fmt: skip
+    return run(_OPERATOR, arguments, scratch, q, out, lse, return_lse)
+
+
+def attention_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    where: Where,
+    check: bool,
+    block_size: int,
+    softmax_scale: float | None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    schedule: Schedule | None,
+    workspace: int | Tensor | None,
+    backend: str,
+) -> tuple[tuple[Any, ...], Tensor | None]:
+    """Validate a call of sparse attention; the arguments of `SCHEMA`, and the caller's scratch tensor, if any."""
+    attention_tensors(q, k, v, where, block_size)
+    total_q, _, head_dim = q.shape
+    _validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
+    for name, factor in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
         _validate.scale(name, factor)
     _validate.backend(backend, q.device)
-    if page_table is not None:
-        _where.page_size("k", k, block_size)
-    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(total_q, q, "q", k, check)
     if check:
         _contents.check_block_indices(block_indices, where, block_size, k)
@@ -75,31 +93,63 @@ def sparse_attention(
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-        schedule.validate(block_indices, block_size, page_table)
+        schedule.validate(block_indices, block_size, where.page_table)
         parts = (schedule.edges, schedule.tasks, schedule.counts, schedule.window)
     scratch, scratch_bytes = _workspace(workspace, q)
     scale = _validate.softmax_scale(softmax_scale, head_dim)
     arguments = (q, k, v, block_indices, *where.arguments(), block_size, scale, *parts, scratch_bytes, backend)
+    return arguments, scratch
+
+
+def attention_tensors(q: Tensor, k: Tensor, v: Tensor, where: Where, block_size: int) -> None:
+    """Check q, k and v, their head ratio and the page size."""
+    _, num_q_heads, head_dim = _validate.floating("q", q, "[T, Hq, D]").shape
+    if head_dim == 0:
+        _validate.refuse("q", "head dim 0", "at least 1")
+    keys_dims = "[Tk, Hkv, D]" if where.page_table is None else "[pages, Hkv, page, D]"
+    for name, value in (("k", k), ("v", v)):
+        _validate.floating(name, value, keys_dims, q, "q")
+        if value.shape[-1] != head_dim:
+            _validate.refuse(name, f"head dim {value.shape[-1]}", f"{head_dim} like q")
+    if v.shape != k.shape:
+        _validate.refuse("v", f"shape {_validate.shape_text(v.shape)}", f"{_validate.shape_text(k.shape)} like k")
+    num_kv_heads = k.shape[1]
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
+        _validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
+    _validate.integer("block_size", block_size, 1)
+    if where.page_table is not None:
+        _where.page_size("k", k, block_size)
+
+
+def run(
+    operator: _library.OperatorPair,
+    arguments: tuple[Any, ...],
+    scratch: Tensor | None,
+    q: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Call the operator, into the caller's buffers where there are some."""
     if out is None and lse is None and scratch is None:
-        out, lse = _OPERATOR.functional(*arguments)
+        out, lse = operator.functional(*arguments)
     else:
-        if out is not None:
-            shape = [total_q, num_q_heads, head_dim]
-            _validate.destination("out", out, shape, "[T, Hq, D]", q.dtype, q, "q")
-        if lse is not None:
-            _validate.destination("lse", lse, [total_q, num_q_heads], "[T, Hq]", torch.float32, q, "q")
-        new_out, new_lse = _allocate_outputs(q, out, lse)
-        _OPERATOR.mutating(*arguments, new_out, new_lse, scratch)
-        out, lse = new_out, new_lse
+        out, lse = destinations(q, out, lse)
+        operator.mutating(*arguments, out, lse, scratch)
     return (out, lse) if return_lse else out
 
 
-def _heads_and_ids(q: Tensor, k: Tensor, block_indices: Tensor, total_q: int) -> None:
-    """The head ratio, and ids for every KV head and query."""
-    num_q_heads, num_kv_heads = q.shape[1], k.shape[1]
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
-        _validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
-    _validate.int32("block_indices", block_indices, [num_kv_heads, total_q, None], "[Hkv, T, k]", q, "q")
+def destinations(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The caller's buffers, checked, and new ones in the place of those that were not given."""
+    if out is None:
+        out = q.new_empty(q.shape)
+    else:
+        _validate.destination("out", out, list(q.shape), "[T, Hq, D]", q.dtype, q, "q")
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    else:
+        _validate.destination("lse", lse, list(q.shape[:2]), "[T, Hq]", torch.float32, q, "q")
+    return out, lse
 
 
 def _workspace(value: Any, q: Tensor) -> tuple[Tensor | None, int]:
@@ -107,38 +157,35 @@ def _workspace(value: Any, q: Tensor) -> tuple[Tensor | None, int]:
     if value is None:
         return None, _dispatch.WORKSPACE_BYTES
     if isinstance(value, Tensor):
-        _validate.tensor("workspace", value, "[bytes]")
-        if value.dtype != torch.uint8:
-            _validate.refuse_type("workspace", f"dtype {value.dtype}", "torch.uint8")
-        _validate.same_device("workspace", value, q, "q")
-        _validate.dense("workspace", value)
+        _validate.scratch("workspace", value, q, "q")
         return value, value.numel()
     _validate.integer("workspace", value, 1)
     return None, value
 
 
-def _allocate_outputs(q: Tensor, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if out is None:
-        out = q.new_empty(q.shape)
-    if lse is None:
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return out, lse
+def allocate_attention(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _allocate(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _allocate_outputs(q)
+def write_attention(
+    op: str,
+    own_dims: Mapping[str, int],
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *rest: Any,
+) -> None:
+    """Fill ``out`` and ``lse`` of the arguments: by the reference, or by ``launch`` when no size is 0.
 
-
-def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> None:
+    ``own_dims`` are compile-time dims that only this operator's kernels have.
+    """
     place, rest = rest[:8], rest[8:]
     block_size, scale, edges, tasks, counts, window, workspace_bytes, backend, out, lse, *scratch = rest
     where = Where(*place)
-    # Addresses are unknown while a graph is traced, so this is looked at here.
-    if scratch and scratch[0] is not None and scratch[0].data_ptr() % _dispatch.ALIGNMENT:
-        came = (
-            f"an address {scratch[0].data_ptr() % _dispatch.ALIGNMENT} bytes behind a multiple of {_dispatch.ALIGNMENT}"
-        )
-        _validate.refuse("workspace", came, f"a multiple of {_dispatch.ALIGNMENT}")
+    if scratch and scratch[0] is not None:
+        _dispatch.check_alignment("workspace", scratch[0])
     if _dispatch.runs_reference(backend, q.device):
         # A schedule of the kernels is not the reference's: on their device it makes its own.
         made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None
@@ -149,7 +196,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
         lse.copy_(result_lse)
         return
     facts = _dispatch.call_facts(
-        "sparse_attention",
+        op,
         where,
         q.device,
         _dispatch.PRECISIONS[q.dtype],
@@ -158,6 +205,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
             "block_size": block_size,
             "group": q.shape[1] // k.shape[1],
             "pages_per_block": _dispatch.pages_per_block(where, k, block_size),
+            **own_dims,
         },
         (q, k, v),
         _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2])
@@ -168,18 +216,16 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
-    _dispatch.attention_kernels().sparse_attention(
+    launch(
         facts,
         backend,
         q,
         k,
         v,
         block_indices,
-        _dispatch.place(where, q.shape[0], k.shape[0], block_size, q.device),
+        where,
         block_size=block_size,
         softmax_scale=scale,
-        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
         schedule=None if edges is None else (edges, tasks, counts, window),
         workspace=scratch[0] if scratch else None,
         workspace_bytes=workspace_bytes,
@@ -188,12 +234,32 @@ def _write(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -
     )
 
 
+def _launch(
+    facts: CallFacts, backend: str, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, where: Where, **rest: Any
+) -> None:
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
+    _dispatch.attention_kernels().sparse_attention(
+        facts,
+        backend,
+        q,
+        k,
+        v,
+        block_indices,
+        _dispatch.place(where, q.shape[0], k.shape[0], rest["block_size"], q.device),
+        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
+        **rest,
+    )
+
+
+SCHEMA = (
+    f"Tensor q, Tensor k, Tensor v, Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, float softmax_scale, "
+    "Tensor? edges, Tensor? tasks, Tensor? counts, SymInt window, SymInt workspace_bytes, str backend"
+)
 _OPERATOR = _library.define(
     "sparse_attention",
-    f"Tensor q, Tensor k, Tensor v, Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, float softmax_scale, "
-    "Tensor? edges, Tensor? tasks, Tensor? counts, SymInt window, SymInt workspace_bytes, str backend",
+    SCHEMA,
     ("out", "lse"),
-    _allocate,
-    _write,
+    allocate_attention,
+    functools.partial(write_attention, "sparse_attention", {}, _launch),
     scratch="workspace",
 )

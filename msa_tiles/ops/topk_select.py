@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,11 @@ from torch import Tensor
 from msa_tiles import reference
 from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
 from msa_tiles.ops._where import Where
+
+Launch = Callable[..., None]
+
+# Where num_kv_heads stands among the arguments of `SCHEMA`.
+NUM_KV_HEADS = 10
 
 # The numbers by which kernels know the orders.
 ORDERS = {"ascending": 0, "score": 1, "local_last": 2}
@@ -48,6 +55,29 @@ def topk_select(
     Equal scores: the lower id wins; NaN ranks below -inf. ``order`` is ``ascending``, ``score`` (init, local, then
     descending scores) or ``local_last`` (init, descending scores, local). ``out`` is the caller's buffer for the ids.
     """
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    arguments = topk_arguments(
+        score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks, local_blocks, order, layout,
+        backend,
+    )  # fmt: skip
+    return run(_OPERATOR, arguments, out)
+
+
+def topk_arguments(
+    score: Tensor,
+    topk: int,
+    where: Where,
+    check: bool,
+    num_kv_heads: int | None,
+    num_valid_blocks: int | Tensor | None,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    order: str,
+    layout: str,
+    backend: str,
+) -> tuple[Any, ...]:
+    """Validate a call that ranks scores; the arguments of `SCHEMA`."""
     layout_dims = "[T, Hi, NB]" if layout == "token_major" else "[Hi, T, NB]"
     _validate.one_of("layout", layout, _validate.LAYOUTS)
     _validate.floating("score", score, layout_dims)
@@ -56,7 +86,6 @@ def topk_select(
     num_heads, total_q, width = score.shape
     num_kv_heads = selection("score", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
     _validate.backend(backend, score.device)
-    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(total_q, score, "score", None, check)
     valid_tensor, valid_number = None, None
     if isinstance(num_valid_blocks, Tensor):
@@ -71,7 +100,7 @@ def topk_select(
         valid_number = num_valid_blocks
     elif check:
         _contents.check_score_width(width, where, total_q, block_size, score, None)
-    arguments = (
+    return (
         score,
         topk,
         *where.arguments(),
@@ -84,10 +113,16 @@ def topk_select(
         order,
         backend,
     )
+
+
+def run(operator: _library.OperatorPair, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor:
+    """Call the operator, into the caller's buffer where there is one."""
     if out is None:
-        return _OPERATOR.functional(*arguments)
-    _validate.destination("out", out, [num_kv_heads, total_q, topk], "[Hkv, T, topk]", torch.int32, score, "score")
-    _OPERATOR.mutating(*arguments, out)
+        return operator.functional(*arguments)
+    score, topk, num_kv_heads = arguments[0], arguments[1], arguments[NUM_KV_HEADS]
+    shape = [num_kv_heads, score.shape[1], topk]
+    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, score, "score")
+    operator.mutating(*arguments, out)
     return out
 
 
@@ -122,12 +157,18 @@ def allocate_ids(like: Tensor, num_kv_heads: int, total_q: int, topk: int) -> Te
     return like.new_empty((num_kv_heads, total_q, topk), dtype=torch.int32)
 
 
-def _allocate(score: Tensor, topk: int, *rest: Any) -> tuple[Tensor, ...]:
-    num_kv_heads = rest[8]
+def allocate_chosen(score: Tensor, topk: int, *rest: Any) -> tuple[Tensor, ...]:
+    num_kv_heads = rest[NUM_KV_HEADS - 2]
     return (allocate_ids(score, num_kv_heads, score.shape[1], topk),)
 
 
-def _write(score: Tensor, topk: int, *rest: Any) -> None:
+def write_chosen(
+    op: str, variant: Callable[[int, int], dict[str, int]], launch: Launch, score: Tensor, topk: int, *rest: Any
+) -> None:
+    """Fill the last argument: by the reference, or by ``launch`` when there are scores.
+
+    ``variant(topk, width)`` names the kernel's compile-time dims.
+    """
     place, rest = rest[:8], rest[8:]
     num_kv_heads, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest
     where = Where(*place)
@@ -146,16 +187,16 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
             )
         )
         return
-    refusals = _dispatch.broken_rules("topk_select", topk=topk, max_blocks=score.shape[2])
+    refusals = _dispatch.broken_rules(op, topk=topk, max_blocks=score.shape[2])
     if score.dtype != torch.float32:
         refusals = (f"score is {score.dtype}, wanted torch.float32", *refusals)
     facts = _dispatch.call_facts(
-        "topk_select",
+        op,
         # Positions play no part when the number of valid blocks is given, and pages never do.
         _positions_only(where, valid_tensor is not None or valid_number is not None),
         score.device,
         "bf16",
-        {"topk": topk},
+        variant(topk, score.shape[2]),
         refusals=refusals,
     )
     kernel = _dispatch.find_kernel(facts, backend)
@@ -164,25 +205,35 @@ def _write(score: Tensor, topk: int, *rest: Any) -> None:
     if score.numel() == 0 or where.num_requests == 0:
         out.fill_(-1)
         return
-    at = _dispatch.place(where, score.shape[1], None, block_size, score.device)
     mode = 2 if valid_tensor is not None else int(valid_number is not None)
+    counts = (mode, valid_number or 0, block_size, init_blocks, local_blocks, ORDERS[order])
+    launch(kernel, score, where, block_size, valid_tensor, out, counts)
+
+
+def launch_topk(
+    lanes: Callable[[Tensor], tuple[int, ...]],
+    kernel: Any,
+    score: Tensor,
+    where: Where,
+    block_size: int,
+    num_valid: Tensor | None,
+    out: Tensor,
+    parameters: tuple[int, ...],
+) -> None:
+    """Launch a kernel that ranks scores; ``lanes(out)`` are the arguments that it takes beside those of the others."""
+    at = _dispatch.place(where, score.shape[1], None, block_size, score.device)
     kernel(
         score,
         at.cu_seqlens_q,
         at.cu_seqlens_k,
         at.seqused_k,
         at.q_positions,
-        at.cu_seqlens_q if valid_tensor is None else valid_tensor,
+        at.cu_seqlens_q if num_valid is None else num_valid,
         out,
         at.use_seqused,
         at.use_positions,
-        mode,
-        valid_number or 0,
-        block_size,
-        init_blocks,
-        local_blocks,
-        ORDERS[order],
-        _lanes_log2(num_kv_heads * score.shape[1]),
+        *parameters,
+        *lanes(out),
     )
 
 
@@ -197,12 +248,20 @@ def _positions_only(where: Where, counted: bool) -> Where:
     return where.without_pages()
 
 
-_OPERATOR = _library.define(
-    "topk_select",
+SCHEMA = (
     f"Tensor score, SymInt topk, {_where.ARGUMENTS}, SymInt num_kv_heads, Tensor? num_valid_blocks, "
     "SymInt? num_valid_blocks_scalar, SymInt block_size, SymInt init_blocks, SymInt local_blocks, str order, "
-    "str backend",
+    "str backend"
+)
+_OPERATOR = _library.define(
+    "topk_select",
+    SCHEMA,
     ("out",),
-    _allocate,
-    _write,
+    allocate_chosen,
+    functools.partial(
+        write_chosen,
+        "topk_select",
+        lambda topk, width: {"topk": topk},
+        functools.partial(launch_topk, lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),)),
+    ),
 )

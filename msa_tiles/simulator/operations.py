@@ -160,6 +160,11 @@ def _fence(compiler: Expressions, node: Any) -> Built:
     return run, False, False
 
 
+def _between_grids(compiler: Expressions, node: Any) -> Built:
+    """pdl_sync and pdl_trigger order one grid after another: one grid alone has nothing to wait for."""
+    return lambda f: None, False, False
+
+
 def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
     def run(f: Frame) -> None:
         warps = f.whole_warps("set_max_nreg")
@@ -199,4 +204,6 @@ _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
     "tl.stg128": _store_128,
+    "tl.pdl_sync": _between_grids,
+    "tl.pdl_trigger": _between_grids,
 }

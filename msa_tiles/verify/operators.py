@@ -59,6 +59,8 @@ class Check(Protocol):
 class IndexScore:
     """Scores against the reference in float32 on the same inputs."""
 
+    op = staticmethod(ops.index_score)
+
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.strided = case.dims, case, strided
         lengths = source.lengths(case.workload.sequences, shortened=strided)
@@ -75,9 +77,9 @@ class IndexScore:
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         where = {**self.where, **self.options, "backend": self.backend}
         if not into_buffers:
-            return (ops.index_score(self.idx_q, self.idx_k, **where),)
+            return (self.op(self.idx_q, self.idx_k, **where),)
         buffer = Buffer(self.shape, torch.float32, self.idx_q.device, TOKEN_MAJOR)
-        ops.index_score(self.idx_q, self.idx_k, out=buffer.view.transpose(0, 1), layout="token_major", **where)
+        self.op(self.idx_q, self.idx_k, out=buffer.view.transpose(0, 1), layout="token_major", **where)
         buffer.check_gaps("out")
         return (buffer.view,)
 
@@ -88,8 +90,16 @@ class IndexScore:
         return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
 
 
+class DecodeScore(IndexScore):
+    """The same for decode_score."""
+
+    op = staticmethod(ops.decode_score)
+
+
 class TopkSelect:
     """Ids of scores that hold ties, NaN and infinities; equal to the reference's, always."""
+
+    op = staticmethod(ops.topk_select)
 
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims = case.dims
@@ -116,15 +126,21 @@ class TopkSelect:
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         if not into_buffers:
-            return (ops.topk_select(self.score, self.topk, backend=self.backend, **self.options),)
+            return (self.op(self.score, self.topk, backend=self.backend, **self.options),)
         buffer = Buffer(self.shape, torch.int32, self.score.device, TOKEN_MAJOR)
-        ops.topk_select(self.score, self.topk, out=buffer.view, backend=self.backend, **self.options)
+        self.op(self.score, self.topk, out=buffer.view, backend=self.backend, **self.options)
         buffer.check_gaps("out")
         return (buffer.view,)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         compare.same("out", outputs[0], reference.topk_select(self.score, self.topk, **self.options))
         return 0.0
+
+
+class DecodeTopk(TopkSelect):
+    """The same for decode_topk."""
+
+    op = staticmethod(ops.decode_topk)
 
 
 class SelectBlocks:
@@ -189,6 +205,8 @@ class SelectBlocks:
 class SparseAttention:
     """Outputs against the reference in float32 on the same inputs."""
 
+    op = staticmethod(ops.sparse_attention)
+
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.backend = case.dims, case, backend
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
@@ -214,10 +232,10 @@ class SparseAttention:
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         arguments = (self.q, self.k, self.v, self.ids)
         if not into_buffers:
-            return tuple(ops.sparse_attention(*arguments, return_lse=True, backend=self.backend, **self.options))
+            return tuple(self.op(*arguments, return_lse=True, backend=self.backend, **self.options))
         out = Buffer(self.q.shape, self.q.dtype, self.q.device)
         lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
-        ops.sparse_attention(*arguments, return_lse=True, out=out.view, lse=lse, backend=self.backend, **self.options)
+        self.op(*arguments, return_lse=True, out=out.view, lse=lse, backend=self.backend, **self.options)
         out.check_gaps("out")
         return out.view, lse
 
@@ -231,6 +249,59 @@ class SparseAttention:
         rows, accepted = rounded_error(self.q, *self.flat, self.ids, wanted, **self.flat_options)
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
         return worst
+
+
+class SparseDecode(SparseAttention):
+    """The same for sparse_decode; at points with scored_blocks the ids are chosen by msa_decode, from exact scores."""
+
+    op = staticmethod(ops.sparse_decode)
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        super().__init__(case, source, strided, backend)
+        dims = case.dims
+        self.scored = dims["scored_blocks"]
+        if not self.scored:
+            return
+        integers = Source(source.device, int(source.whole(0, 1 << 30, (1,))), "integer")
+        shape = (dims["total_q"], 2 * dims["num_kv_heads"], dims["head_dim"])
+        self.idx_q = integers.values(shape, torch.bfloat16)
+        self.topk = dims["topk"]
+        # A table of as many pages as the point's rows have blocks, whatever the requests hold.
+        pages = self.scored * dims["pages_per_block"]
+        if pages:
+            self.options["page_table"] = torch.nn.functional.pad(
+                self.options["page_table"], (0, max(pages - self.options["page_table"].shape[1], 0)), value=-1
+            )
+            self.idx_k = integers.values((*self.k.shape[:1], *self.k.shape[2:]), torch.bfloat16)
+        else:
+            self.idx_k = integers.values((self.k.shape[0], dims["head_dim"]), torch.bfloat16)
+        self.own = {"max_seqlen_k": self.scored * dims["block_size"], "local_blocks": 2}
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        if not self.scored:
+            return super().run(into_buffers)
+        arguments = (self.q, self.k, self.v, self.idx_q, self.idx_k, self.topk)
+        ids = Buffer((self.k.shape[1], self.q.shape[0], self.topk), torch.int32, self.q.device, TOKEN_MAJOR)
+        buffers: dict[str, Any] = {"block_indices": ids.view}
+        if into_buffers:
+            out = Buffer(self.q.shape, self.q.dtype, self.q.device)
+            buffers |= {"out": out.view, "lse": torch.full(self.q.shape[:2], torch.nan, device=self.q.device)}
+        options: dict[str, Any] = {**self.options, **self.own, **buffers, "return_lse": True, "backend": self.backend}
+        result = ops.msa_decode(*arguments, **options)
+        ids.check_gaps("block_indices")
+        if into_buffers:
+            out.check_gaps("out")
+        return (*result, ids.view)
+
+    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+        if not self.scored:
+            return super().compare(outputs)
+        # The reference takes no bounds, and attention no forced blocks.
+        options = {**self.options, "local_blocks": self.own["local_blocks"]}
+        idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
+        self.ids = reference.select_blocks(idx_q, idx_k, self.topk, num_kv_heads=self.k.shape[1], **options)
+        compare.same("block_indices", outputs[2], self.ids)
+        return super().compare(outputs[:2])
 
 
 class Combine:
@@ -287,8 +358,11 @@ class BuildSchedule:
 CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "index_score": IndexScore,
     "topk_select": TopkSelect,
+    "decode_topk": DecodeTopk,
     "select_blocks": SelectBlocks,
     "sparse_attention": SparseAttention,
+    "decode_score": DecodeScore,
+    "sparse_decode": SparseDecode,
     "combine": Combine,
     "build_schedule": BuildSchedule,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,28 @@ class Calls:
             "sparse_attention": lambda: self._first(
                 module.sparse_attention(self.q, self.k, self.v, self.ids, **self.where)
             ),
+            "decode_score": lambda: self._like(module, "decode_score", "index_score")(
+                self.idx_q, self.idx_k, **self.where
+            ),
+            "decode_topk": lambda: self._like(module, "decode_topk", "topk_select")(self.score, 4, **self.where),
+            "sparse_decode": lambda: self._first(
+                self._like(module, "sparse_decode", "sparse_attention")(self.q, self.k, self.v, self.ids, **self.where)
+            ),
+            "msa_decode": lambda: self._decoded(module),
             "combine": lambda: module.combine(self.partial_out, self.partial_lse)[0],
         }
+
+    @staticmethod
+    def _like(module: object, name: str, plain: str) -> Callable[..., Any]:
+        """The decode operator, or where the module has none, the one whose answer it gives."""
+        return getattr(module, name, None) or getattr(module, plain)
+
+    def _decoded(self, module: object) -> Tensor:
+        tensors = (self.q, self.k, self.v)
+        if module is ops:
+            return ops.msa_decode(*tensors, self.idx_q, self.idx_k, 4, **self.where)
+        ids = module.select_blocks(self.idx_q, self.idx_k, 4, num_kv_heads=4, **self.where)
+        return self._first(module.sparse_attention(*tensors, ids, **self.where))
 
     @staticmethod
     def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:

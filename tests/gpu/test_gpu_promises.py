@@ -12,7 +12,10 @@ from msa_tiles import ops, reference, runtime
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ["index_score", "topk_select", "select_blocks", "sparse_attention", "combine"]
+NAMES = [
+    "index_score", "topk_select", "select_blocks", "sparse_attention", "combine",
+    "decode_score", "decode_topk", "sparse_decode", "msa_decode",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -146,9 +146,9 @@ def test_vllm_layouts():
 
 def test_absent_peers_are_skipped_with_what_was_tried(monkeypatch):
     monkeypatch.setattr(peers, "VLLM_MODULES", ("no_such_vllm.ops", "no_such_ops"))
-    peers._vllm.cache_clear()
+    peers.vllm_module.cache_clear()
     skipped = peers.vllm_attention(dataclasses.replace(find("sparse_attention", "prefill_32k_u")))
-    peers._vllm.cache_clear()
+    peers.vllm_module.cache_clear()
     assert isinstance(skipped, Skipped) and skipped.name == "vllm"
     assert "no_such_vllm" in skipped.reason and "no_such_ops" in skipped.reason
 

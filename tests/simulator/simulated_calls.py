@@ -100,17 +100,26 @@ def index_score(
     compare.numbers("out", out.view, wanted, 1e-4)
 
 
-def topk_select(
+def topk_select(call: Call, *, topk: int, lanes_log2: int = 0, **options: int) -> None:
+    ranked(call, "topk_select", {"topk": topk}, (lanes_log2,), **options)
+
+
+def decode_topk(call: Call, *, max_blocks: int, **options: int) -> None:
+    ranked(call, "decode_topk", {"max_blocks": max_blocks}, (), **options)
+
+
+def ranked(
     call: Call,
+    op: str,
+    variant: dict[str, int],
+    further: tuple[int, ...],
     *,
-    topk: int,
     k: int,
     blocks: int,
     heads: int = 1,
     group: int = 1,
     block_size: int = 64,
     mode: int = 2,
-    lanes_log2: int = 0,
     **forced: int,
 ) -> None:
     score = call.source.values((heads * group, call.total_q, blocks), torch.float32)
@@ -123,8 +132,8 @@ def topk_select(
     order = forced.get("order", 0)
     init, local = forced.get("init_blocks", 0), forced.get("local_blocks", 1)
     at, _, where = call.place(block_size)
-    scalars = (at.use_seqused, at.use_positions, mode, blocks // 2, block_size, init, local, order, lanes_log2)
-    call.run("topk_select", {"topk": topk}, score, *at[:3], at.q_positions, counts, out.view, *scalars)
+    scalars = (at.use_seqused, at.use_positions, mode, blocks // 2, block_size, init, local, order, *further)
+    call.run(op, variant, score, *at[:3], at.q_positions, counts, out.view, *scalars)
     out.check_gaps("out")
     wanted = reference.topk_select(
         score,
@@ -301,6 +310,75 @@ def sparse_attention(
         count = rows.stop - rows.start
         splits = partial_out.transpose(0, 1)[:, :count], partial_lse.transpose(0, 1)[:, :count]
         out[rows], lse[rows] = reference.combine(*splits)
+    wanted, wanted_lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), ids, block_size=block_size, **where
+    )
+    compare.numbers("lse", lse, wanted_lse, 2e-3)
+    compare.numbers("out", out.float(), wanted, 0.04)
+
+
+def decode_score(
+    call: Call, *, head_dim: int, block_size: int, heads: int = 2, causal: bool = True, ctas: int = 3
+) -> None:
+    idx_q = call.tensor(call.total_q, heads, head_dim)
+    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
+    blocks = max(-(-call.lengths.longest_k // block_size), 1)
+    out = call.output((heads, call.total_q, blocks), torch.float32)
+    # The kernel leaves what lies behind a request's keys alone; what it writes must be numbers.
+    out.view.fill_(-math.inf)
+    variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
+    scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal), ctas)
+    call.run("decode_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
+    out.check_gaps("out")
+    wanted = reference.index_score(
+        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
+    )
+    compare.numbers("out", out.view, wanted, 1e-4)
+
+
+def sparse_decode(
+    call: Call,
+    *,
+    head_dim: int,
+    block_size: int,
+    group: int,
+    topk: int,
+    heads: int = 1,
+    splits: int = 1,
+    sticky: bool = False,
+    scored_blocks: int = 0,
+    heads_per_group: int = 1,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+) -> None:
+    """Every split, merged by the reference; with `scored_blocks` the ids are chosen from random scores first."""
+    q = call.tensor(call.total_q, heads * group, head_dim)
+    flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    at, (k, v), where = call.place(block_size, *flat)
+    partial_out = torch.full((splits, *q.shape), torch.nan).bfloat16()
+    partial_lse = torch.full((splits, *q.shape[:2]), torch.nan)
+    if scored_blocks:
+        blocks = max(-(-call.lengths.longest_k // block_size), 1)
+        score = call.source.values((heads * heads_per_group, call.total_q, blocks), torch.float32)
+        score = score.masked_fill(call.source.chance(0.1, score.shape), math.nan)
+        chosen = call.output((heads, call.total_q, topk), torch.int32)
+        ids = chosen.view
+    else:
+        score = partial_lse[:1]
+        ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
+        ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
+        ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
+    variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
+    variant |= {"pages_per_block": call.pages_per_block, "scored_blocks": scored_blocks}
+    arguments = (q, k, v, at.page_table, ids, *at[:3], at.q_positions, score, partial_out, partial_lse)
+    scalars = (head_dim**-0.5 * math.log2(math.e), at.use_seqused, at.use_positions, init_blocks, local_blocks)
+    call.run("sparse_decode", variant, *arguments, *scalars)
+    assert bool(partial_out.isfinite().all()), "a share without keys is zero"
+    if scored_blocks:
+        chosen.check_gaps("block_indices")
+        options = {"block_size": block_size, "init_blocks": init_blocks, "local_blocks": local_blocks, **where}
+        compare.same("block_indices", ids, reference.topk_select(score, topk, num_kv_heads=heads, **options))
+    out, lse = reference.combine(partial_out.float(), partial_lse)
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, **where
     )

@@ -15,6 +15,8 @@ from msa_tiles.runtime.registry import Cell, default_registry
 # one whose last, short block many queries see stands before others, so that what lies behind its keys is not zero.
 MIXED = [(131, 150), (0, 70), (1, 1), (5, 0), (70, 200)]
 FEW = [(3, 129)]
+# Few queries each, some without keys or queries.
+DECODED = [(3, 150), (0, 70), (1, 1), (2, 0), (9, 200), (1, 700)]
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,99 @@ def one_thread() -> None:
 
 # By operator and name: requests and other facts of the call, then the arguments of the function in `simulated_calls`.
 CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "decode_score": {
+        "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64}),
+        "strided, used": (
+            {"sequences": DECODED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+            {"head_dim": 128, "block_size": 128, "heads": 3, "ctas": 4},
+        ),
+        "not causal": (
+            {"sequences": DECODED, "seed": 3},
+            {"head_dim": 128, "block_size": 64, "causal": False, "ctas": 1},
+        ),
+        "several tiles": (
+            {"sequences": [(40, 300), (33, 90)], "seed": 4, "pages_per_block": 2, "positions": True},
+            {"head_dim": 64, "block_size": 64, "heads": 4, "ctas": 5},
+        ),
+        "more CTAs than blocks": (
+            {"sequences": FEW, "seed": 5, "pages_per_block": 1},
+            {"head_dim": 64, "block_size": 128, "ctas": 7},
+        ),
+        "at once": (
+            {"sequences": DECODED, "seed": 6, "late": False, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64},
+        ),
+        "small pages": (
+            {"sequences": DECODED, "seed": 7, "pages_per_block": 8, "shortened": True},
+            {"head_dim": 64, "block_size": 64, "heads": 1},
+        ),
+    },
+    "decode_topk": {
+        "few blocks": ({"sequences": FEW, "seed": 1}, {"max_blocks": 1024, "k": 5, "blocks": 3, "heads": 2}),
+        "given counts": (
+            {"sequences": [(9, 9)], "seed": 2},
+            {"max_blocks": 1024, "k": 8, "blocks": 700, "group": 3, "init_blocks": 1, "local_blocks": 2},
+        ),
+        "strided, local last": (
+            {"sequences": [(7, 7)], "seed": 3, "strided": True},
+            {"max_blocks": 1024, "k": 11, "blocks": 130, "heads": 2, "order": 2, "init_blocks": 2, "local_blocks": 3},
+        ),
+        "by position": (
+            {"sequences": DECODED, "seed": 4, "rows_behind": 3, "positions": True},
+            {"max_blocks": 8192, "k": 20, "blocks": 11, "mode": 0, "order": 1},
+        ),
+        "one count": ({"sequences": [(1, 1)], "seed": 5}, {"max_blocks": 16384, "k": 64, "blocks": 9000, "mode": 1}),
+        "ties": (
+            {"sequences": [(5, 5)], "seed": 6, "values": "integer"},
+            {"max_blocks": 1024, "k": 16, "blocks": 600, "order": 1},
+        ),
+        "many ties": (
+            {"sequences": [(3, 3)], "seed": 7, "values": "integer"},
+            {"max_blocks": 1024, "k": 50, "blocks": 1000},
+        ),
+    },
+    "sparse_decode": {
+        "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3}),
+        "strided, used": (
+            {"sequences": DECODED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+            {"head_dim": 128, "block_size": 128, "group": 4, "topk": 5, "heads": 2, "splits": 2},
+        ),
+        "more blocks than stages": (
+            {"sequences": [(2, 1000)], "seed": 3},
+            {"head_dim": 64, "block_size": 64, "group": 1, "topk": 9},
+        ),
+        "a split a slot": (
+            {"sequences": [(3, 300), (1, 90)], "seed": 4, "pages_per_block": 4, "positions": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 4, "heads": 2, "splits": 4},
+        ),
+        "at once": (
+            {"sequences": DECODED, "seed": 5, "late": False, "pages_per_block": 1},
+            {"head_dim": 64, "block_size": 128, "group": 2, "topk": 4, "splits": 3},
+        ),
+        "small pages": (
+            {"sequences": DECODED, "seed": 6, "shortened": True, "pages_per_block": 8},
+            {"head_dim": 64, "block_size": 64, "group": 2, "topk": 4, "splits": 2, "sticky": True},
+        ),
+        "chosen": (
+            {"sequences": DECODED, "seed": 8, "shortened": True, "rows_behind": 2},
+            {
+                "head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 2, "splits": 2,
+                "scored_blocks": 1024, "heads_per_group": 2, "init_blocks": 1,
+            },
+        ),
+        "chosen, of many": (
+            {"sequences": [(2, 300)], "seed": 9, "strided": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 9, "splits": 3, "scored_blocks": 8192},
+        ),
+        "chosen, of most": (
+            {"sequences": [(1, 300)], "seed": 10, "pages_per_block": 1, "positions": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "scored_blocks": 16384, "local_blocks": 2},
+        ),
+        "pages of half a block": (
+            {"sequences": DECODED, "seed": 7, "pages_per_block": 2},
+            {"head_dim": 64, "block_size": 64, "group": 4, "topk": 3},
+        ),
+    },
     "index_score": {
         "mixed": ({"sequences": MIXED, "seed": 1}, {"head_dim": 64, "block_size": 64}),
         "strided, used": (

@@ -57,6 +57,8 @@ def combine(head_dim: int):
             scale = T.alloc_var("float32")
             split = T.alloc_var("int32")
             tx = T.get_thread_binding()
+            T.pdl_sync()
+            T.pdl_trigger()
             head = head_group * ROWS + tx // lanes
             column = (tx % lanes) * VECTOR
             if head < num_q_heads:

@@ -1,0 +1,214 @@
+"""Indexer scores with block max-pool for few queries per request: the keys are split over all CTAs.
+
+Grid: num_ctas CTAs. The unit of work is one KV block for one query tile; the units of all requests stand in one list,
+request after request, tile after tile, block after block, and every CTA takes a run of it, equal to within one unit,
+whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries of a request with all their index heads.
+
+Warps
+  warpgroup 0   consumer: loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores
+  warpgroup 1   producer: streams the index keys, one block a stage
+
+Pipeline (name: depth, arrivals)
+  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, the 128 consumer threads
+
+The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
+work on 64 rows however few of them hold a query.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 2  # <- tile.stages
+BATCH = 4  # <- tile.batch
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+}
+ROWS = 64
+
+
+def decode_score(head_dim: int, block_size: int, pages_per_block: int):
+    """Build the kernel for one index dim, block size and page size.
+
+    idx_q [total_q, num_index_heads, head_dim] with at most ROWS heads, idx_k [total_k, head_dim], or
+    [pages, page, head_dim] with pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads,
+    total_q, max_blocks] float32 with any strides on heads and tokens. Written are the blocks that hold keys of the
+    query's request: the largest product of the block's visible keys, -inf for a block without one. The columns behind
+    them, and the rows of no request, are left as they are.
+    """
+    total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
+    num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
+    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+
+    @T.macro
+    def measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, tile_queries, length, tiles, blocks):
+        """length[0], tiles[0] and blocks[0] of a request."""
+        length[0] = key_length(cu_seqlens_k, seqused_k, use_seqused, request)
+        tiles[0] = T.truncdiv(cu_seqlens_q[request + 1] - cu_seqlens_q[request] + tile_queries - 1, tile_queries)
+        blocks[0] = T.min((T.max(length[0], 0) + block_size - 1) // block_size, max_blocks)
+
+    @T.macro
+    def advance(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, tile_queries, left, request, tile, length, tiles, blocks
+    ):
+        """The next tile; where a request has no more, the first one of the next request that has units."""
+        tile[0] = tile[0] + 1
+        if left > 0 and tile[0] == tiles[0]:
+            tile[0] = 0
+            tiles[0] = 0
+            while tiles[0] * blocks[0] == 0:
+                request[0] = request[0] + 1
+                measure(
+                    cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request[0], tile_queries, length, tiles, blocks
+                )
+
+    @T.prim_func
+    def main(
+        idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
+        cu_seqlens_q: T.Tensor((num_starts,), "int32"),
+        cu_seqlens_k: T.Tensor((num_key_starts,), "int32"),
+        seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
+        out: T.StridedTensor((num_index_heads, total_q, max_blocks), (out_head, out_token, 1), "float32"),
+        use_seqused: T.int32,
+        use_positions: T.int32,
+        causal: T.int32,
+        num_ctas: T.int32,
+    ):
+        with T.Kernel(num_ctas, threads=256) as cta:
+            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            length = T.alloc_local([1], "int32")
+            tiles = T.alloc_local([1], "int32")
+            blocks = T.alloc_local([1], "int32")
+            request = T.alloc_local([1], "int32")
+            tile = T.alloc_local([1], "int32")
+            tile_queries = T.alloc_var("int32")
+            total = T.alloc_var("int32")
+            skip = T.alloc_var("int32")
+            left = T.alloc_var("int32")
+            taken = T.alloc_var("int32")
+            first_block = T.alloc_var("int32")
+            stage = T.alloc_var("int32")
+            phase = T.alloc_var("int32")
+            tx = T.get_thread_binding()
+            tile_queries = T.truncdiv(ROWS, num_index_heads)
+            T.pdl_sync()
+            T.pdl_trigger()
+            total = 0
+            for b in T.serial(num_starts - 1):
+                measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, b, tile_queries, length, tiles, blocks)
+                total = total + tiles[0] * blocks[0]
+            # This CTA's run: `left` units from unit `skip` on.
+            left = T.truncdiv(total, num_ctas) + T.if_then_else(cta < T.truncmod(total, num_ctas), 1, 0)
+            skip = cta * T.truncdiv(total, num_ctas) + T.min(cta, T.truncmod(total, num_ctas))
+            request[0] = 0
+            tile[0] = 0
+            first_block = 0
+            stage = 0
+            phase = 0
+            if left > 0:
+                measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, 0, tile_queries, length, tiles, blocks)
+                while skip >= tiles[0] * blocks[0]:
+                    skip = skip - tiles[0] * blocks[0]
+                    request[0] = request[0] + 1
+                    measure(
+                        cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request[0], tile_queries, length, tiles,
+                        blocks,
+                    )  # fmt: skip
+                tile[0] = T.truncdiv(skip, blocks[0])
+                first_block = T.truncmod(skip, blocks[0])
+            if tx >= 128:
+                while left > 0:
+                    taken = T.min(left, blocks[0] - first_block)
+                    if pages_per_block > 0:
+                        key_row = request[0] * max_pages * block_size
+                    else:
+                        key_row = cu_seqlens_k[request[0]]
+                    for i in T.serial(taken):
+                        T.barrier_wait(k_free[stage], phase ^ 1)
+                        load_index_block(
+                            idx_k, page_table, key_row + (first_block + i) * block_size, K_shared, k_full, stage,
+                            block_size, head_dim, pages_per_block,
+                        )  # fmt: skip
+                        T.barrier_arrive(k_full[stage])
+                        stage = stage + 1
+                        if stage == STAGES:
+                            stage = 0
+                            phase = phase ^ 1
+                    left = left - taken
+                    first_block = 0
+                    advance(
+                        cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, tile_queries, left, request, tile, length,
+                        tiles, blocks,
+                    )  # fmt: skip
+            else:
+                S = T.alloc_fragment([ROWS, block_size], "float32")
+                row_max = T.alloc_fragment([ROWS], "float32")
+                row_limit = T.alloc_fragment([ROWS], "int32")
+                row_head = T.alloc_fragment([ROWS], "int32")
+                row_token = T.alloc_fragment([ROWS], "int32")
+                rows = T.alloc_var("int32")
+                got = T.alloc_local([BATCH], ELEMENT)
+                while left > 0:
+                    taken = T.min(left, blocks[0] - first_block)
+                    end_token = cu_seqlens_q[request[0] + 1]
+                    first_token = cu_seqlens_q[request[0]] + tile[0] * tile_queries
+                    rows = T.min(end_token - first_token, tile_queries) * num_index_heads
+                    # Until every warp has waited for its last product, the rows of the tile before are read.
+                    T.sync_threads(8, 128)
+                    # Loads first, at clamped places, so that a batch of them is in flight.
+                    for batch in T.serial(T.ceildiv(rows * head_dim, 128 * BATCH)):
+                        for u in T.unroll(BATCH):
+                            row = T.min(((batch * BATCH + u) * 128 + tx) // head_dim, rows - 1)
+                            got[u] = idx_q[
+                                first_token + T.truncdiv(row, num_index_heads), T.truncmod(row, num_index_heads),
+                                tx % head_dim,
+                            ]  # fmt: skip
+                        for u in T.unroll(BATCH):
+                            if ((batch * BATCH + u) * 128 + tx) // head_dim < ROWS:
+                                Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, tx % head_dim] = got[u]
+                    T.fence_proxy_async()
+                    T.sync_threads(8, 128)
+                    for i in T.Parallel(ROWS):
+                        row_head[i] = T.truncmod(i, num_index_heads)
+                        row_token[i] = T.min(first_token + T.truncdiv(i, num_index_heads), end_token - 1)
+                    for i in T.Parallel(ROWS):
+                        row_limit[i] = T.if_then_else(
+                            causal == 0,
+                            length[0] - 1,
+                            last_visible(q_positions, use_positions, row_token[i], end_token, length[0], length[0]),
+                        )
+                    for i in T.serial(taken):
+                        T.barrier_wait(k_full[stage], phase)
+                        T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(k_free[stage])
+                        stage = stage + 1
+                        if stage == STAGES:
+                            stage = 0
+                            phase = phase ^ 1
+                        T.fill(row_max, -T.infinity("float32"))
+                        block_max(S, row_max, row_limit, ROWS, block_size, first_block + i, 0)
+                        for r in T.Parallel(ROWS):
+                            if r < rows:
+                                out[row_head[r], row_token[r], first_block + i] = row_max[r]
+                    left = left - taken
+                    first_block = 0
+                    advance(
+                        cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, tile_queries, left, request, tile, length,
+                        tiles, blocks,
+                    )  # fmt: skip
+
+    return main

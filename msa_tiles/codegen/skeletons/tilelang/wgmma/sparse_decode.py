@@ -1,0 +1,243 @@
+"""Attention of few queries over their selected blocks, split over the blocks: the decode twin of sparse_attention.
+
+Grid: (split, KV head, query). A CTA takes an equal share of the query's slots and walks those whose block the query
+sees with a running softmax; the shares are merged by `combine`. One split writes the answer itself.
+
+With scored_blocks > 0 the ids are not given but chosen first, by the whole CTA, from the scores of the row, as
+msa_tiles.dsl.tilelang.threshold describes; every split of a row chooses the same, and the first one writes the ids.
+
+Warps
+  warpgroup 0   consumer: the query's heads in the first rows of a 64-row tile; S = Q K^T, softmax, O += P V
+  warpgroup 1   producer: reads the ids, loads Q once, then K and V of one block a stage
+
+Pipelines (name: depth, arrivals)
+  q_full: 1, 128 producer threads + TMA bytes
+  k_full, v_full: STAGES, 128 producer threads + TMA bytes      k_free, v_free: STAGES, the 128 consumer threads
+
+The floor is one read of the selected keys and values; the tensor cores work on 64 rows, however few heads there are.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.stages import load_stage
+from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
+from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 2  # <- tile.stages
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.enable_fast_math": True,
+}
+ROWS = 64
+THREADS = 256
+LIST = 64
+LN_2 = 0.6931471805599453
+# Stands for a maximum over nothing: finite, so that differences with it are no NaN.
+LOWEST = -3.0e38
+
+
+def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
+    """Build the kernel for one head dim, block size, group, page size, and rows of so many scores (0: ids are given).
+
+    q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
+    head_dim] with pages_per_block > 0 and page_table [requests, max_pages], block_indices [num_kv_heads, total_q, topk]
+    -> partial_out [splits, total_q, num_q_heads, head_dim] and partial_lse [splits, total_q, num_q_heads] (natural
+    logarithm); a share without a visible key gives 0 and -inf. scale_log2 is the softmax scale times log2(e). With
+    scored_blocks > 0, score [num_index_heads, total_q, width] is ranked, topk <= LIST, and block_indices is an output.
+    """
+    total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
+    num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
+    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    topk, ids_head, ids_token, ids_slot = T.dynamic("topk, ids_head, ids_token, ids_slot")
+    per_thread = scored_blocks // THREADS
+    num_index_heads, width, score_head, score_token = T.dynamic("num_index_heads, width, score_head, score_token")
+    splits, q_token, q_head = T.dynamic("splits, q_token, q_head")
+    part_split, part_token, part_head = T.dynamic("part_split, part_token, part_head")
+    plse_split, plse_token, plse_head = T.dynamic("plse_split, plse_token, plse_head")
+    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
+    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
+
+    @T.prim_func
+    def main(
+        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
+        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
+        block_indices: T.StridedTensor((num_kv_heads, total_q, topk), (ids_head, ids_token, ids_slot), "int32"),
+        cu_seqlens_q: T.Tensor((num_starts,), "int32"),
+        cu_seqlens_k: T.Tensor((num_key_starts,), "int32"),
+        seqused_k: T.Tensor((num_requests,), "int32"),
+        q_positions: T.Tensor((num_positions,), "int32"),
+        score: T.StridedTensor((num_index_heads, total_q, width), (score_head, score_token, 1), "float32"),
+        partial_out: T.StridedTensor(
+            (splits, total_q, num_q_heads, head_dim), (part_split, part_token, part_head, 1), ELEMENT
+        ),
+        partial_lse: T.StridedTensor((splits, total_q, num_q_heads), (plse_split, plse_token, plse_head), "float32"),
+        scale_log2: T.float32,
+        use_seqused: T.int32,
+        use_positions: T.int32,
+        init_blocks: T.int32,
+        local_blocks: T.int32,
+    ):
+        with T.Kernel(splits, num_kv_heads, total_q, threads=THREADS) as (split, head, token):
+            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            V_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            q_full = T.alloc_barrier(arrive_count=128)
+            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            v_full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            v_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            sums = T.alloc_shared([2, THREADS // 16], "int32", scope="shared")
+            listed_ids = T.alloc_shared([LIST], "int32", scope="shared")
+            listed_keys = T.alloc_shared([LIST], "uint32", scope="shared")
+            request = T.alloc_local([1], "int32")
+            wanted = T.alloc_var("int32")
+            limit = T.alloc_var("int32")
+            length = T.alloc_var("int32")
+            key_row = T.alloc_var("int32")
+            stage = T.alloc_var("int32")
+            phase = T.alloc_var("int32")
+            block = T.alloc_var("int32")
+            tx = T.get_thread_binding()
+            T.pdl_sync()
+            T.pdl_trigger()
+            limit = -1
+            length = 0
+            key_row = 0
+            # Tokens past the last request belong to nobody and see nothing.
+            if token < cu_seqlens_q[num_starts - 1]:
+                last_at_most(cu_seqlens_q, num_starts - 1, token, request)
+                length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
+                end_token = cu_seqlens_q[request[0] + 1]
+                limit = last_visible(q_positions, use_positions, token, end_token, length, length)
+                if pages_per_block > 0:
+                    key_row = request[0] * max_pages * block_size
+                else:
+                    key_row = cu_seqlens_k[request[0]]
+            wanted = topk
+            if scored_blocks > 0:
+                read = T.alloc_local([per_thread], "float32")
+                keys = T.alloc_local([per_thread], "uint32")
+                valid = T.alloc_var("int32")
+                valid = T.min(T.truncdiv(T.max(limit + 1, 0) + block_size - 1, block_size), width)
+                wanted = T.min(topk, valid)
+                load_keys(
+                    score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, THREADS, per_thread, valid,
+                    init_blocks, local_blocks, read, keys,
+                )  # fmt: skip
+                list_best(tx, THREADS, per_thread, keys, wanted, sums, listed_ids, listed_keys)
+                if split == 0:
+                    write_row(tx, topk, wanted, 0, listed_ids, listed_keys, block_indices, head, token)
+            # Slots split * topk / splits and on: shares differ by one slot at most.
+            first_slot = T.truncdiv(split * topk, splits)
+            last_slot = T.truncdiv((split + 1) * topk, splits)
+            stage = 0
+            phase = 0
+            if tx >= 128:
+                for half in T.unroll(head_dim // 64):
+                    T.tma_copy(
+                        q[token, head * group : head * group + group, half * 64 : half * 64 + 64],
+                        Q_shared[0:group, half * 64 : half * 64 + 64],
+                        barrier=q_full,
+                    )
+                T.barrier_arrive(q_full)
+                for i in T.serial(last_slot - first_slot):
+                    block = -1
+                    if scored_blocks > 0:
+                        if first_slot + i < wanted:
+                            block = listed_ids[first_slot + i]
+                    else:
+                        block = block_indices[head, token, first_slot + i]
+                    if block >= 0 and block <= limit // block_size:
+                        T.barrier_wait(k_free[stage], phase ^ 1)
+                        load_stage(
+                            k, page_table, key_row + block * block_size, head, K_shared, k_full, stage, block_size,
+                            head_dim, pages_per_block,
+                        )  # fmt: skip
+                        T.barrier_arrive(k_full[stage])
+                        T.barrier_wait(v_free[stage], phase ^ 1)
+                        load_stage(
+                            v, page_table, key_row + block * block_size, head, V_shared, v_full, stage, block_size,
+                            head_dim, pages_per_block,
+                        )  # fmt: skip
+                        T.barrier_arrive(v_full[stage])
+                        stage = stage + 1
+                        if stage == STAGES:
+                            stage = 0
+                            phase = phase ^ 1
+            else:
+                S = T.alloc_fragment([ROWS, block_size], "float32")
+                P = T.alloc_fragment([ROWS, block_size], ELEMENT)
+                O = T.alloc_fragment([ROWS, head_dim], "float32")
+                row_max = T.alloc_fragment([ROWS], "float32")
+                before = T.alloc_fragment([ROWS], "float32")
+                scale = T.alloc_fragment([ROWS], "float32")
+                row_sum = T.alloc_fragment([ROWS], "float32")
+                block_sum = T.alloc_fragment([ROWS], "float32")
+                T.fill(O, 0.0)
+                T.fill(row_sum, 0.0)
+                T.fill(row_max, LOWEST)
+                T.barrier_wait(q_full, 0)
+                for i in T.serial(last_slot - first_slot):
+                    block = -1
+                    if scored_blocks > 0:
+                        if first_slot + i < wanted:
+                            block = listed_ids[first_slot + i]
+                    else:
+                        block = block_indices[head, token, first_slot + i]
+                    if block >= 0 and block <= limit // block_size:
+                        T.barrier_wait(k_full[stage], phase)
+                        T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(k_free[stage])
+                        if (block + 1) * block_size > limit + 1:
+                            for r, j in T.Parallel(ROWS, block_size):
+                                S[r, j] = T.if_then_else(
+                                    block * block_size + j <= limit, S[r, j], -T.infinity("float32")
+                                )
+                        T.copy(row_max, before)
+                        T.reduce_max(S, row_max, dim=1, clear=False)
+                        for r in T.Parallel(ROWS):
+                            scale[r] = T.exp2((before[r] - row_max[r]) * scale_log2)
+                        for r, j in T.Parallel(ROWS, block_size):
+                            S[r, j] = T.exp2(S[r, j] * scale_log2 - row_max[r] * scale_log2)
+                        T.reduce_sum(S, block_sum, dim=1)
+                        for r in T.Parallel(ROWS):
+                            row_sum[r] = row_sum[r] * scale[r] + block_sum[r]
+                        T.copy(S, P)
+                        for r, c in T.Parallel(ROWS, head_dim):
+                            O[r, c] = O[r, c] * scale[r]
+                        T.barrier_wait(v_full[stage], phase)
+                        if (block + 1) * block_size > length:
+                            # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+                            for j, c in T.Parallel(block_size, head_dim):
+                                if block * block_size + j >= length:
+                                    V_shared[stage, j, c] = 0
+                            T.fence_proxy_async()
+                            T.sync_threads(8, 128)
+                        T.wgmma_gemm(P, V_shared[stage, :, :], O, clear_accum=False)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(v_free[stage])
+                        stage = stage + 1
+                        if stage == STAGES:
+                            stage = 0
+                            phase = phase ^ 1
+                for r in T.Parallel(ROWS):
+                    scale[r] = T.if_then_else(row_sum[r] > 0.0, 1.0 / row_sum[r], 0.0)
+                for r, c in T.Parallel(ROWS, head_dim):
+                    if r < group:
+                        partial_out[split, token, head * group + r, c] = O[r, c] * scale[r]
+                for r in T.Parallel(ROWS):
+                    if r < group:
+                        partial_lse[split, token, head * group + r] = T.if_then_else(
+                            row_sum[r] > 0.0,
+                            (row_max[r] * scale_log2 + T.log2(row_sum[r])) * LN_2,
+                            -T.infinity("float32"),
+                        )
+
+    return main

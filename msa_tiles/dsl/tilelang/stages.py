@@ -1,0 +1,24 @@
+"""TMA loads of one KV block of one head into a stage of a ring; rows are named as in msa_tiles.dsl.tilelang.keys."""
+
+import tilelang.language as T
+
+
+@T.macro
+def load_stage(keys, page_table, row, head, shared, full, stage, block_size, head_dim, pages_per_block):
+    """keys [total_k, heads, dim], or [pages, heads, page, dim] with pages_per_block > 0 -> shared[stage].
+
+    Signals full[stage].
+    """
+    if pages_per_block == 0:
+        T.tma_copy(keys[row : row + block_size, head, :], shared[stage, :, :], barrier=full[stage])
+    else:
+        page_size = block_size // pages_per_block
+        span = page_table.shape[1] * block_size
+        for p in T.unroll(pages_per_block):
+            page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
+            for half in T.unroll(head_dim // 64):
+                T.tma_copy(
+                    keys[page, head, 0:page_size, half * 64 : half * 64 + 64],
+                    shared[stage, p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
+                    barrier=full[stage],
+                )

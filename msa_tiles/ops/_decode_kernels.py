@@ -1,0 +1,274 @@
+"""How the decode kernels are launched on CUDA: grids from shapes alone, no allocation beside what the caller left out.
+
+`score` splits the index keys over the GPU, `sparse_decode` gives every CTA a share of a query's slots and merges the
+shares with combine, and `step` is scores, top-k, attention and merge one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _dispatch, _validate
+from msa_tiles.ops._where import Where
+
+if TYPE_CHECKING:
+    from msa_tiles.ops._dispatch import Place
+    from msa_tiles.runtime import CallFacts
+
+LOG2_E = math.log2(math.e)
+
+# Microseconds on an H100, to weigh splits: one block of one CTA, a CTA's start, a merge.
+BLOCK_COST, START_COST, MERGE_COST = 2.5, 2.0, 2.5
+
+# CTAs of decode_score on a multiprocessor: its two stages of keys fit twice.
+SCORE_CTAS = 2
+
+# The parts of a workspace begin at multiples of this many bytes.
+PART = 256
+
+
+def place(where: Where, total_q: int, total_k: int, device: torch.device) -> Place:
+    """Like `_dispatch.place`, without its virtual rows: paged decode kernels find a request's pages by its number.
+
+    Allocates nothing when the caller gives cu_seqlens_q, and cu_seqlens_k or pages.
+    """
+    starts_q = where.cu_seqlens_q
+    if starts_q is None:
+        starts_q = _dispatch.one_sequence(total_q, device)
+    starts_k = where.cu_seqlens_k
+    if starts_k is None:
+        starts_k = starts_q if where.page_table is not None else _dispatch.one_sequence(total_k, device)
+    return _dispatch.Place(
+        starts_q,
+        starts_k,
+        starts_k if where.seqused_k is None else where.seqused_k,
+        int(where.seqused_k is not None),
+        starts_q[None] if where.page_table is None else where.page_table,
+        starts_q if where.q_positions is None else where.q_positions,
+        int(where.q_positions is not None),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def num_sms(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(rows: int, topk: int, sms: int, most: int) -> int:
+    """How many CTAs share the slots of each of ``rows`` (query, KV head) pairs; at most ``most``."""
+
+    def cost(splits: int) -> float:
+        waves = -(-rows * splits // sms)
+        merge = MERGE_COST if splits > 1 else 0.0
+        return waves * (-(-topk // splits) * BLOCK_COST + START_COST) + merge
+
+    return min(range(1, max(1, min(topk, most)) + 1), key=cost)
+
+
+def score(kernel: Any, idx_q: Tensor, idx_k: Tensor, at: Place, causal: bool, out: Tensor) -> None:
+    """Fill the blocks that each request has of out [Hi, T, NB]."""
+    kernel(
+        idx_q,
+        idx_k,
+        at.page_table,
+        at.cu_seqlens_q,
+        at.cu_seqlens_k,
+        at.seqused_k,
+        at.q_positions,
+        out,
+        at.use_seqused,
+        at.use_positions if causal else 0,
+        int(causal),
+        num_sms(idx_q.device.index) * SCORE_CTAS,
+    )
+
+
+def sparse_decode(
+    facts: CallFacts,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    where: Where,
+    *,
+    block_size: int,
+    softmax_scale: float,
+    schedule: None,
+    workspace: Tensor | None,
+    workspace_bytes: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill out and lse."""
+    kernel = _find(facts, backend, "sparse_decode", facts.variant)
+    merge = _find(facts, backend, "combine", {"head_dim": q.shape[2]})
+    at = place(where, q.shape[0], k.shape[0], q.device)
+    attend(kernel, merge, q, k, v, block_indices, at, None, (0, 0), softmax_scale, workspace, workspace_bytes, out, lse)
+
+
+def attend(
+    kernel: Any,
+    merge: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    at: Place,
+    scores: Tensor | None,
+    forced: tuple[int, int],
+    softmax_scale: float,
+    workspace: Tensor | None,
+    workspace_bytes: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attention in as many splits as pay and fit the workspace, then their merge.
+
+    With ``scores`` [Hi, T, NB] the kernel chooses the ids first, with ``forced`` = (init, local) blocks, and writes
+    them to ``block_indices``.
+    """
+    splits = splits_for(q, block_indices.shape[0], block_indices.shape[2], workspace_bytes)
+    if splits == 1:
+        partial_out, partial_lse = out[None], lse[None]
+    else:
+        partial_out, partial_lse = _partials(workspace, q, splits)
+    kernel(
+        q,
+        k,
+        v,
+        at.page_table,
+        block_indices,
+        at.cu_seqlens_q,
+        at.cu_seqlens_k,
+        at.seqused_k,
+        at.q_positions,
+        lse[None] if scores is None else scores,
+        partial_out,
+        partial_lse,
+        softmax_scale * LOG2_E,
+        at.use_seqused,
+        at.use_positions,
+        *forced,
+    )
+    if splits > 1:
+        merge(partial_out, partial_lse, out, lse)
+
+
+def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int) -> int:
+    """The number of splits of a call, from shapes and the workspace's bound."""
+    total_q, num_q_heads, head_dim = q.shape
+    most = workspace_bytes // split_bytes(total_q, num_q_heads, head_dim)
+    return choose_splits(total_q * num_kv_heads, topk, num_sms(q.device.index), most)
+
+
+def split_bytes(total_q: int, num_q_heads: int, head_dim: int) -> int:
+    """What one split takes: BF16 outputs and float32 LSE."""
+    return max(1, total_q * num_q_heads * (2 * head_dim + 4))
+
+
+def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int) -> tuple[int, int]:
+    """The workspace of `step`: bytes of the scores, rounded up to `PART`, and of the partial results behind them."""
+    splits = splits_for(q, num_kv_heads, topk, _dispatch.WORKSPACE_BYTES)
+    scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
+    return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
+
+
+def _partials(workspace: Tensor | None, q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Partial outputs [splits, T, Hq, D] and LSE [splits, T, Hq], in the workspace when there is one."""
+    total_q, num_q_heads, head_dim = q.shape
+    elements = splits * total_q * num_q_heads
+    size = elements * (2 * head_dim + 4)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    outputs = workspace[: elements * head_dim * 2].view(q.dtype)
+    lses = workspace[elements * head_dim * 2 : size].view(torch.float32)
+    return outputs.view(splits, total_q, num_q_heads, head_dim), lses.view(splits, total_q, num_q_heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A decode step ready to run on tensors of certain shapes: scores, attention that begins with the top-k, merge."""
+
+    scorer: Any
+    attender: Any
+    merger: Any
+    num_blocks: int
+    score_bytes: int
+    partial_bytes: int
+    softmax_scale: float
+    forced: tuple[int, int]
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        idx_q: Tensor,
+        idx_k: Tensor,
+        where: Where,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        block_indices: Tensor,
+    ) -> None:
+        """Fill out, lse and block_indices. Raises ValueError when the workspace is too small."""
+        total = self.score_bytes + self.partial_bytes
+        if workspace is None:
+            workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
+        elif workspace.numel() < total:
+            _validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
+        heads, tokens = idx_q.shape[1], q.shape[0]
+        scores = workspace[: 4 * heads * tokens * self.num_blocks].view(torch.float32)
+        scores = scores.view(heads, tokens, self.num_blocks)
+        at = place(where, tokens, k.shape[0], q.device)
+        score(self.scorer, idx_q, idx_k, at, True, scores)
+        partials = workspace[self.score_bytes : total] if self.partial_bytes else None
+        attend(
+            self.attender, self.merger, q, k, v, block_indices, at, scores, self.forced, self.softmax_scale, partials,
+            self.partial_bytes, out, lse,
+        )  # fmt: skip
+
+
+def prepare_step(
+    facts: CallFacts,
+    backend: str,
+    q: Tensor,
+    idx_q: Tensor,
+    topk: int,
+    num_kv_heads: int,
+    *,
+    block_size: int,
+    num_blocks: int,
+    softmax_scale: float,
+    forced: tuple[int, int],
+) -> Step:
+    """Find the kernels of a step and measure its workspace. ``facts`` are those of sparse_decode."""
+    pages = facts.variant["pages_per_block"]
+    index = {"head_dim": idx_q.shape[2], "block_size": block_size, "pages_per_block": pages}
+    return Step(
+        _find(facts, backend, "decode_score", index),
+        _find(facts, backend, "sparse_decode", facts.variant),
+        _find(facts, backend, "combine", {"head_dim": q.shape[2]}),
+        num_blocks,
+        *step_bytes(q, idx_q, topk, num_kv_heads, num_blocks),
+        softmax_scale,
+        forced,
+    )
+
+
+def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
+    from msa_tiles.runtime import find_kernel
+
+    # Pages and positions concern the kernels that read keys; the merge reads our own buffers.
+    features = frozenset() if op == "combine" else facts.features
+    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)

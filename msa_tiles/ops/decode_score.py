@@ -1,0 +1,61 @@
+"""decode_score: index_score for few queries per request, with the keys split over the GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _decode_kernels, _library
+from msa_tiles.ops._where import Where
+from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
+
+
+def decode_score(
+    idx_q: Tensor,
+    idx_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_positions: Tensor | None = None,
+    k_offset: Tensor | None = None,
+    check: bool = False,
+    block_size: int = 128,
+    causal: bool = True,
+    layout: str = "head_major",
+    k_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The answer of `index_score`, made for requests of few queries (1 to 32) over many keys.
+
+    Arguments, result and errors are those of `index_score`; at most 64 index heads. The work is split over the GPU by
+    the keys of all requests together, so that one long request fills it as well as many short ones.
+    """
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    arguments = score_arguments(idx_q, idx_k, where, check, block_size, causal, layout, k_scale, q_scale, out, backend)
+    if out is None:
+        return _OPERATOR.functional(*arguments)
+    _OPERATOR.mutating(*arguments, out)
+    return out
+
+
+def _launch(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, causal: bool, score: Tensor
+) -> None:
+    # The kernel writes the blocks that a request has.
+    score.fill_(-torch.inf)
+    at = _decode_kernels.place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
+    _decode_kernels.score(kernel, idx_q, idx_k, at, causal, score)
+
+
+_OPERATOR = _library.define(
+    "decode_score", SCHEMA, ("out",), allocate_scores, functools.partial(write_scores, "decode_score", _launch)
+)

@@ -1,0 +1,219 @@
+"""A whole decode step, `msa_decode`, against vLLM's Triton kernels on the same paged caches, and against dense decode.
+
+`python -m perf.bench_msa_decode --cases decode_128k_b32`
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops, reference
+from perf import cases, checks, peers
+from perf.harness import OURS, Bench, Contender, Skipped, main
+from perf.inputs import normal
+from perf.timing import Call
+
+OP = "msa_decode"
+PARTS = ("decode_score", "decode_topk", "sparse_decode", "combine")
+BATCHES = {
+    "decode_128k_b1": (1, 1 << 17),
+    "decode_128k_b8": (8, 1 << 17),
+    "decode_128k_b32": (32, 1 << 17),
+    "decode_1m_b1": (1, 1 << 20),
+    "decode_1m_b8": (8, 1 << 20),
+}
+PAGE = 128
+SCORE_SLACK = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` requests of `keys` keys, one query each, at the M3 point."""
+
+    label: str
+    batch: int
+    keys: int
+    dims: Mapping[str, int]
+    op: str = OP
+
+    def __getitem__(self, dim: str) -> int:
+        return self.dims[dim]
+
+    @property
+    def pages(self) -> int:
+        """Pages of one request."""
+        return -(-self.keys // PAGE)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries, vLLM's caches (K beside V; index keys), and where the requests stand in them."""
+
+    q: Tensor
+    idx_q: Tensor
+    cache: Tensor
+    index_cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+
+
+def find(label: str) -> Case:
+    if label not in BATCHES:
+        raise ValueError(f"--cases: {OP} has no case {label!r}; it has {', '.join(BATCHES)}")
+    batch, keys = BATCHES[label]
+    point = {"group": 16, "num_kv_heads": 4, "num_index_heads": 4, "head_dim": 128, "block_size": PAGE, "topk": 16}
+    return Case(label, batch, keys, point)
+
+
+def make(case: Case, device: torch.device, seed: int) -> Inputs:
+    """Random caches whose pages lie in random order."""
+    dim, heads, pages = case["head_dim"], case["num_kv_heads"], case.batch * case.pages
+    torch.manual_seed(seed)
+    table = torch.randperm(pages, device=device).to(torch.int32).view(case.batch, case.pages)
+    return Inputs(
+        normal(4 * seed, device, case.batch, heads * case["group"], dim),
+        normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim),
+        normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim),
+        normal(4 * seed + 3, device, pages, PAGE, dim),
+        table,
+        torch.full((case.batch,), case.keys, dtype=torch.int32, device=device),
+        torch.arange(case.batch + 1, dtype=torch.int32, device=device),
+    )
+
+
+def ours(case: Case, dsl: str, x: Inputs) -> Call:
+    """The call with every buffer handed in."""
+    dim, heads, topk = case["head_dim"], case["num_kv_heads"], case["topk"]
+    k, v = x.cache.split(dim, -1)
+    out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=x.q.device)
+    ids = torch.empty(heads, case.batch, topk, dtype=torch.int32, device=x.q.device)
+    size = ops.decode_workspace_bytes(x.q, topk, heads, idx_q=x.idx_q, max_seqlen_k=case.keys)
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.q.device)
+
+    def call() -> tuple[Tensor, Tensor]:
+        ops.msa_decode(
+            x.q,
+            k,
+            v,
+            x.idx_q,
+            x.index_cache,
+            topk,
+            cu_seqlens_q=x.cu_seqlens_q,
+            page_table=x.page_table,
+            seqused_k=x.seq_lens,
+            max_seqlen_q=1,
+            max_seqlen_k=case.keys,
+            workspace=workspace,
+            out=out,
+            lse=lse,
+            block_indices=ids,
+            backend=dsl,
+        )
+        return ids, out
+
+    return call
+
+
+def vllm(case: Case) -> Contender | Skipped:
+    """Index scores, top-k and attention, three operators."""
+    module = peers.vllm_module()
+    if isinstance(module, str):
+        return Skipped("vllm", module)
+    heads, topk = case["num_kv_heads"], case["topk"]
+
+    def bind(x: Inputs) -> Call:
+        out = torch.empty_like(x.q)
+        buffer = torch.empty(case.batch, heads, topk, dtype=torch.int32, device=x.q.device).transpose(0, 1)
+
+        def call() -> tuple[Tensor, Tensor]:
+            ids = module.minimax_m3_index_decode(
+                x.idx_q, x.index_cache, x.page_table, x.seq_lens, case.keys, topk, 0, 1, heads, 1, 1, out=buffer
+            )
+            module.minimax_m3_sparse_attn_decode(
+                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, 1
+            )
+            return ids, out
+
+        return call
+
+    return Contender("vllm", bind, functools.partial(check, case))
+
+
+def dense_bytes(case: Case) -> Contender:
+    """The least that dense decode can take: as many bytes as all keys and values hold, at the speed of a copy.
+
+    Half of the cache, negated into the other half, reads and writes as many bytes as reading all of it.
+    """
+
+    def bind(x: Inputs) -> Call:
+        flat = x.cache.view(-1)
+        half = flat.numel() // 2
+
+        def call() -> None:
+            torch.neg(flat[half : 2 * half], out=flat[:half])
+
+        return call
+
+    return Contender("dense_bytes", bind, lambda x, result: None)
+
+
+def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
+    """The ids of the first and last request against scores in float32, the output against attention over those ids."""
+    ids, out = result
+    k, v = x.cache.split(case["head_dim"], -1)
+    for b in {0, case.batch - 1}:
+        where = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
+        rows = slice(b, b + 1)
+        scores = reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
+        wrong = ranked(scores, ids[:, b], case["topk"])
+        if wrong:
+            return f"request {b}: {wrong}"
+        wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, ids[:, rows], block_size=PAGE, **where)
+        wrong = checks.close(out[rows], wanted)
+        if wrong:
+            return f"request {b}: {wrong}"
+    return None
+
+
+def ranked(scores: Tensor, ids: Tensor, topk: int) -> str | None:
+    """Are `ids [H, k]` distinct, with the last block among them, the others a best choice by `scores [H, blocks]`?"""
+    last = scores.shape[1] - 1
+    for head in range(len(ids)):
+        row = ids[head].long()
+        if len(set(row.tolist())) != topk or int(row.min()) < 0 or int(row.max()) > last:
+            return "ids are not distinct blocks of the request"
+        if not bool((row == last).any()):
+            return "the last block is missing"
+        free = row[row != last]
+        left = scores[head].clone()
+        left[row] = -torch.inf
+        slack = SCORE_SLACK * scores[head].abs().max()
+        if bool(scores[head][free].min() < left[:last].max() - slack):
+            return "blocks left out score higher than chosen ones"
+    return None
+
+
+def prepare(case: Case, device: torch.device, dsl: str) -> Bench:
+    index_bytes = 2 * case.batch * case.keys * case["head_dim"]
+    main_bytes = 4 * case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
+    card = cases.device_of(torch.cuda.get_device_name(device))
+    floor = None if card is None else (index_bytes + main_bytes) / card.memory_gb_per_s * 1e-6
+    return Bench(
+        case=case,
+        make=functools.partial(make, case, device),
+        bytes_per_set=index_bytes,
+        ours=Contender(OURS, functools.partial(ours, case, dsl), functools.partial(check, case)),
+        peers=[vllm(case), dense_bytes(case)],
+        cells=[cases.cell(part, dsl, device) for part in PARTS],
+        floor_ms=floor,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(OP, prepare, list(BATCHES), find))
