@@ -11,8 +11,8 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from msa_tiles.dsl.cutedsl import tma
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ROWS = 64  # of a tile
 ATOM = 8  # rows of a swizzle atom
 EVICT_FIRST = 0x12F0000000000000  # the L2 policy of createpolicy.fractional.L2::evict_first
 
@@ -82,7 +82,11 @@ class Rows:
     def store(
         self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, token: cutlass.Int32, head: cutlass.Int32
     ):
-        """The way back: source [box modes, box of the token] -> the rows of a token, first in line to leave L2."""
+        """The way back: source [box modes, box of the token] -> the rows of a token, first in line to leave L2.
+
+        A whole warp calls it with the same operands: unlike loads, stores elect no lane, and become one instruction of
+        the warp.
+        """
         for box in cutlass.range_constexpr(self.boxes_per_token):
             come_from, to = self.partition(atom, target, token, head, box, source)
             cute.copy(atom, come_from, to, cache_policy=Int64(EVICT_FIRST))

@@ -21,8 +21,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
-from msa_tiles.dsl.cutedsl.gather import ROWS, Rows
+from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 ELEMENT = cutlass.BFloat16
 STAGES = 5  # <- tile.stages
@@ -101,8 +102,9 @@ class SparseAttention:
       q_full: STAGES per consumer, 1 producer lane + TMA bytes
       q_free: STAGES per consumer, 1 lane of each warp of it, once the partial staged in its rows has left
 
-    A task is claimed when the tiles of the one before are all gathered or on their way: as late as the rings allow, so
-    that no CTA hoards work. Its entry is overwritten two tasks later, after k_free, which consumers signal last.
+    A task is claimed when all tiles of the one before are gathered or on their way: as late as the rings allow, so that
+    no CTA hoards work. Its entry is overwritten two tasks later. By then nobody needs it: consumers read it before they
+    free K, which the task in between has to wait for.
 
     Shared memory, tiles swizzled by 128 bytes
       keys and values [block_size, head_dim], in panels of 64 columns
@@ -111,10 +113,10 @@ class SparseAttention:
       edges [CONSUMERS, STAGES, queries of a tile]             barriers
 
     A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
-    to global memory. Consumer tile after tile: S of the next one is issued before the current partial is scaled, so it
-    overlaps the epilogue; the other consumer's products overlap the softmax. Rows of a tile that belong to no edge hold
-    stale data and are never stored. A warp owns 16 rows from S to the store of the queries in them, so its staging
-    needs no barrier with the others. The slot of a consumer's last partial is freed by its next tile only: STAGES must
+    to global memory. S of the next tile is issued before the current partial is scaled, so it overlaps the epilogue;
+    the other consumer's products overlap the softmax. Rows of a tile that belong to no edge hold stale data and are
+    never stored. A warp has the same 16 rows in S, O and the stores of the queries in them, so what it stages needs no
+    barrier with other warps. The slot of a consumer's last partial is freed by its next tile only: STAGES must
     be at least 2.
     """
 
