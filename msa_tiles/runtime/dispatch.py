@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
@@ -92,7 +93,7 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Cand
     elif call.refusals:
         refusal = "; ".join(call.refusals)
     else:
-        refusal = None
+        refusal = toolchain.missing(cell.dsl)
     return Candidate(cell, variant, refusal)
 
 
