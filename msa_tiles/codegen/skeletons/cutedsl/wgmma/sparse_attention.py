@@ -21,11 +21,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = cutlass.BFloat16
+ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 5  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
@@ -121,11 +122,12 @@ class SparseAttention:
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block):
+        self.element = ELEMENTS[ELEMENT]
         self.head_dim = head_dim
         self.block_size = block_size
         self.group = group
-        self.rows = Rows(ELEMENT, head_dim, group)
-        self.blocks = Blocks(ELEMENT, head_dim, block_size, pages_per_block)
+        self.rows = Rows(self.element, head_dim, group)
+        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
         self.queries = self.rows.tokens
 
     def arguments(self):
@@ -142,10 +144,10 @@ class SparseAttention:
             shape = (cute.sym_int(), kv_heads, self.head_dim)
             if self.blocks.pages_per_block:
                 shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return tensor(ELEMENT, *shape, align=tma.BYTES)
+            return tensor(self.element, *shape, align=tma.BYTES)
 
         return (
-            tensor(ELEMENT, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
             keys(),
             keys(),
             tensor(Int32, cute.sym_int(), cute.sym_int()),
@@ -153,7 +155,7 @@ class SparseAttention:
             tensor(Int32, windows, kv_heads, cute.sym_int(), 4),
             tensor(Int32, windows, kv_heads),
             tensor(Int32, windows),
-            tensor(ELEMENT, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
             tensor(Float32, window, topk, q_heads),
             Float32(0.0),
             Int32(0),
@@ -215,12 +217,12 @@ class SparseAttention:
         slots = CONSUMERS * STAGES
         k_tiler = (ROWS, self.block_size, self.head_dim)
         v_tiler = (ROWS, self.head_dim, self.block_size)
-        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, ELEMENT, 1)
-        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, ELEMENT, 1)
+        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, self.element, 1)
+        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, self.element, 1)
         q_layout = self.rows.tiles_layout(slots)
-        keys = memory.allocate_tensor(ELEMENT, k_layout.outer, 1024, k_layout.inner)
-        values = memory.allocate_tensor(ELEMENT, v_layout.outer, 1024, v_layout.inner)
-        ring = memory.allocate_tensor(ELEMENT, q_layout.outer, 1024, q_layout.inner)
+        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
+        values = memory.allocate_tensor(self.element, v_layout.outer, 1024, v_layout.inner)
+        ring = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
         tasks = memory.allocate_tensor(Int32, cute.make_layout((2, 4), stride=(4, 1)), 16)
         edges = memory.allocate_tensor(Int32, cute.make_layout((slots, self.queries), stride=(self.queries, 1)), 16)
         warps = GROUP // WARP
@@ -362,9 +364,9 @@ class SparseAttention:
         # Uniform in a warp, as what addresses its stores must be.
         member = warp_index % (GROUP // WARP)
         lane = cute.arch.lane_idx()
-        score = wgmma.product(ELEMENT, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        weigh = wgmma.product(ELEMENT, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENT)
+        score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        weigh = wgmma.product(self.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element)
         staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(member * WARP + lane)
         tile = Tile(
             score,
@@ -373,7 +375,7 @@ class SparseAttention:
             wgmma.operand_b(score, shared.keys)[None, None, None, 0],
             wgmma.operand_b(weigh, shared.values)[None, None, None, 0],
             wgmma.accumulator(score, self.block_size),
-            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), ELEMENT),
+            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), self.element),
             wgmma.accumulator(weigh, self.head_dim),
             staging,
             staging.partition_D(shared.ring),
@@ -475,8 +477,8 @@ class SparseAttention:
         scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             scaled[i] = tile.O[i] * inverse[i // 2 % 2]
-        rounded = cute.make_rmem_tensor(tile.O.layout, ELEMENT)
-        rounded.store(scaled.load().to(ELEMENT))
+        rounded = cute.make_rmem_tensor(tile.O.layout, self.element)
+        rounded.store(scaled.load().to(self.element))
         # The rows staged last have been read once this returns; then their slot is free.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if staged >= 0:
