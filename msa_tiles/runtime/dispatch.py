@@ -118,7 +118,8 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
     Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
     compiled here.
     """
-    key = (op, facts.device, facts.precision, tuple(facts.variant.items()), facts.features, facts.refusals, backend, helper)
+    choice = (backend, helper)
+    key = (op, facts.device, facts.precision, tuple(facts.variant.items()), facts.features, facts.refusals, choice)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _find(op, facts, backend, helper)
