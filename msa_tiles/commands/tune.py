@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import Cell, default_registry
+    from msa_tiles.spec.model import DSLS
 
     if not torch.cuda.is_available():
         console.complain("msa-tiles tune: there is no CUDA device here; kernels can only be timed on one")
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             rivals.setdefault((cell.op, cell.precision), []).append(cell)
     rivals = {key: cells for key, cells in rivals.items() if len(cells) > 1}
     console.say(f"{len(rivals)} operators with rival kernels on {facts}")
-    rows: list[tuple[str, ...]] = [("operator", "workload", *tuned.DEFAULT_ORDER)]
+    rows: list[tuple[str, ...]] = [("operator", "workload", *DSLS)]
     for cells in console.progress(rivals.values(), "operators"):
         for figure in _figures(cells, device, args.workload, args.seconds):
             tuned.write(
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 ],
             )
             by_dsl = {cell.dsl: f"{figure[2][cell.id]:.4f} ms" for cell in cells if cell.id in figure[2]}
-            rows.append((cells[0].op, figure[0], *(by_dsl.get(dsl, "") for dsl in tuned.DEFAULT_ORDER)))
+            rows.append((cells[0].op, figure[0], *(by_dsl.get(dsl, "") for dsl in DSLS)))
     console.table(rows)
     return 0
 

@@ -147,6 +147,7 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
         },
         (idx_q, idx_k),
         _dispatch.broken_rules(op, num_index_heads=idx_q.shape[1]) + _dispatch.oversized_table(where, block_size),
+        queries=idx_q.shape[0],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if score.numel() == 0:

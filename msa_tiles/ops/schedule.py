@@ -134,7 +134,13 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
     refusals += _dispatch.oversized_table(where, block_size)
     # Paged keys matter to the attention kernel; the reverse index only names their rows.
     facts = _dispatch.call_facts(
-        "build_schedule", where.without_pages(), block_indices.device, "bf16", variant, refusals=refusals
+        "build_schedule",
+        where.without_pages(),
+        block_indices.device,
+        "bf16",
+        variant,
+        refusals=refusals,
+        queries=block_indices.shape[1],
     )
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()

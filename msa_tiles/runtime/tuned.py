@@ -2,7 +2,7 @@
 
 `generated/tuned.json` is written by `msa-tiles tune` on a GPU and committed. Dispatch prefers the kernel that was
 fastest at the measured size nearest to the call's. A figure counts only for the digest that it was taken with; without
-figures the order is `DEFAULT_ORDER`.
+figures the order is that of `DSLS`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles import paths
 from msa_tiles.runtime.registry import Cell
+from msa_tiles.spec.model import DSLS
 
 TUNED = "tuned.json"
-DEFAULT_ORDER = ("tilelang", "cutedsl")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def nearest(figures: Iterable[Figure], op: str, target: str, precision: str, siz
 
 def preference(cell: Cell, figure: Figure | None) -> tuple[float, int]:
     """Sorts cells: measured ones first, the fastest first; the others in the default order."""
-    place = DEFAULT_ORDER.index(cell.dsl) if cell.dsl in DEFAULT_ORDER else len(DEFAULT_ORDER)
+    place = DSLS.index(cell.dsl)
     if figure is None or not figure.fresh(cell):
         return float("inf"), place
     return figure.ms[cell.id], place
@@ -89,7 +88,7 @@ def _key(figure: Figure) -> tuple[str, str, str, str]:
     return figure.target, figure.op, figure.precision, figure.workload
 
 
-@functools.lru_cache(maxsize=1)
-def default_figures() -> tuple[Figure, ...]:
-    """The figures that came with this installation."""
-    return read(paths.generated_dir())
+@functools.lru_cache(maxsize=8)
+def figures_of(directory: Path) -> tuple[Figure, ...]:
+    """`read`, remembered: dispatch asks for every new kind of call."""
+    return read(directory)

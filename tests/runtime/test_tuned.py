@@ -11,6 +11,7 @@ import pytest
 from msa_tiles.runtime import tuned
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.runtime.tuned import Figure
+from msa_tiles.spec.model import DSLS
 
 CELL = default_registry().of("select_blocks")[0]
 OTHER = dataclasses.replace(CELL, id=CELL.id.replace("tilelang", "cutedsl"), dsl="cutedsl", digest="b" * 16)
@@ -34,7 +35,7 @@ def test_the_fastest_measured_kernel_comes_first() -> None:
 
 
 def test_without_figures_the_order_is_the_documented_one() -> None:
-    assert order(None) == list(tuned.DEFAULT_ORDER)
+    assert order(None) == list(DSLS)
 
 
 def test_figures_of_another_digest_do_not_count() -> None:
