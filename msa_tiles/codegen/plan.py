@@ -148,7 +148,7 @@ class Selection:
 
 
 def plans(specs: Specs) -> list[KernelPlan]:
-    """The plan of every row of every operator, by operator. TileLang's come first: a call takes the first that fits."""
+    """The plan of every row of every operator, ordered by operator, DSL, target and precision."""
     found = [
         plan_row(row, operator, specs.targets[row.target], specs.precisions[row.precision])
         for operator in specs.operators.values()

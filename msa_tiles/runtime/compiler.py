@@ -131,13 +131,14 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
     from cutlass import cute
 
     where = f"{cell.id} {variant_text(variant)}"
+    name = "_".join([cell.op, *map(str, variant.values())])  # the library's only symbol, so that no two are alike
     with _state, _cutedsl_arch(arch), tempfile.TemporaryDirectory() as scratch:
         _compiled += 1
         options = f"{_CUTEDSL_OPTIONS} --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {scratch}"
         try:
             entry, arguments = cell.function(**variant)
             compiled = cute.compile(entry, *arguments, options=options)
-            compiled.export_to_c(f"{scratch}/kernel.o", function_name=cell.op, export_only_tvm_ffi_symbols=True)
+            compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
         except Exception as error:
             raise CompileError(f"{where}: {error}") from error
         _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
@@ -146,7 +147,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
         launches = _cutedsl_launches(compiled.__ptx__, str(compiled.ir_module))
     if len(launches) != 1:
         raise CompileError(f"{where}: {len(launches)} launches of constant size came out, wanted one")
-    return {"function": cell.op, "kernels": launches}
+    return {"function": name, "kernels": launches}
 
 
 def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:
@@ -169,8 +170,7 @@ def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:
 
 
 def _link(object_file: Path, library: Path, where: str) -> None:
-    # Two variants of a cell have the same symbols; each must find its own.
-    command = [str(toolchain.find_linker()), "-shared", "-Wl,-Bsymbolic", "-o", str(library), str(object_file)]
+    command = [str(toolchain.find_linker()), "-shared", "-o", str(library), str(object_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(f"{where}: `{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")

@@ -106,8 +106,11 @@ def _installed(distribution: str) -> str:
 
 def missing(dsl: str) -> str | None:
     """Why kernels of this DSL cannot run here, as a sentence, or None. TileLang is a dependency, CuTe DSL an extra."""
-    if dsl == "cutedsl" and not _installed("nvidia-cutlass-dsl"):
-        return "it needs nvidia-cutlass-dsl, which is not installed: `pip install 'msa-tiles[cutedsl]'`"
+    if dsl == "cutedsl":
+        try:
+            cutedsl_runtime()
+        except ToolchainError as error:
+            return str(error)
     return None
 
 
@@ -127,7 +130,7 @@ def require_compiler(dsl: str) -> None:
         require_nvcc()
         return
     if reason := missing(dsl):
-        raise ToolchainError(f"compiling a CuTe DSL kernel: {reason}")
+        raise ToolchainError(reason)
     find_linker()
 
 
@@ -181,8 +184,10 @@ def cutedsl_runtime() -> Path:
 
     Raises ToolchainError when CuTe DSL is not installed, or for no series that the driver runs.
     """
-    if reason := missing("cutedsl"):
-        raise ToolchainError(f"running a CuTe DSL kernel: {reason}")
+    if not _installed("nvidia-cutlass-dsl"):
+        raise ToolchainError(
+            "a CuTe DSL kernel needs nvidia-cutlass-dsl, which is not installed: `pip install 'msa-tiles[cutedsl]'`"
+        )
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     places = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
     found = {int(path.parts[-3][2:]): path for place in places for path in place.glob(f"cu*/lib/{_CUTEDSL_RUNTIME}")}
@@ -191,8 +196,8 @@ def cutedsl_runtime() -> Path:
     if not fitting:
         series = ", ".join(f"cu{number}" for number in sorted(found)) or "none"
         raise ToolchainError(
-            f"the installed nvidia-cutlass-dsl has runtime libraries for {series}, the driver runs up to cu{driver}; "
-            "install nvidia-cutlass-dsl for a series that it runs"
+            f"a CuTe DSL kernel needs a runtime library for the driver, which runs up to cu{driver}: "
+            f"the installed nvidia-cutlass-dsl has {series}"
         )
     return found[max(fitting)]
 
