@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launched(chosen: Iterable[Cell], registry: Registry) -> list[Cell]:
-    """The cells that may run: helpers too, which are of another DSL where the chosen ones lack them."""
+    """The cells that may run: helpers of other operators too, of another DSL where the chosen ones lack them."""
     wanted = {(cell.target, cell.dsl) for cell in chosen}
     served = {(cell.op, cell.target, cell.precision) for cell in registry.cells if (cell.target, cell.dsl) in wanted}
     targets = {target for target, _ in wanted}

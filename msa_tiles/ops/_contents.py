@@ -56,6 +56,9 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
     blocks = torch.div(ends + block_size - 1, block_size, rounding_mode="floor")
     inside = batch.request >= 0
     limit = torch.where(inside, blocks[batch.request.clamp_min(0)], 0)
+    if where.k_offset is not None:
+        # Blocks behind a shard belong to the request too, and nobody says how many there are.
+        limit = torch.full_like(limit, 1 << 31)
     ids = block_indices.to(torch.int64)
     wrong = ((ids < -1) | (ids >= limit[:, None])) & (ids != -1) & inside[:, None]
     if bool(wrong.any()):

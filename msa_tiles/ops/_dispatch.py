@@ -37,9 +37,11 @@ def call_facts(
     variant: dict[str, int],
     wide: tuple[Tensor, ...] = (),
     refusals: tuple[str, ...] = (),
+    *,
+    queries: int,
 ) -> CallFacts:
     """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time."""
-    from msa_tiles.runtime import CallFacts
+    from msa_tiles.runtime import CallFacts, tuned
 
     features = set()
     if where.page_table is not None:
@@ -50,7 +52,7 @@ def call_facts(
         features.add("k_offset")
     if not all(_aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
-    return CallFacts(op, device, precision, variant, frozenset(features), refusals)
+    return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
 
 @functools.lru_cache(maxsize=256)

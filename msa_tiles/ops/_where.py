@@ -111,7 +111,8 @@ class Where:
             _validate.refuse("seqused_k", "None", "int32 [B] with page_table")
         if self.cu_seqlens_k is not None:
             _validate.refuse("cu_seqlens_k", "a tensor beside page_table", "None: seqused_k tells paged lengths")
-        if keys is not None and self.max_seqlen_k is not None:
+        # With k_offset the bound counts the keys in front of the shard too.
+        if keys is not None and self.max_seqlen_k is not None and self.k_offset is None:
             held = table.shape[1] * keys.shape[-2]
             if held < self.max_seqlen_k:
                 _validate.refuse(

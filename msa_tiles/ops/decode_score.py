@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _decode_kernels, _library
+from msa_tiles.ops import _decode_kernels, _library, _shard
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
 
@@ -57,5 +57,9 @@ def _launch(
 
 
 _OPERATOR = _library.define(
-    "decode_score", SCHEMA, ("out",), allocate_scores, functools.partial(write_scores, "decode_score", _launch)
+    "decode_score",
+    SCHEMA,
+    ("out",),
+    allocate_scores,
+    _shard.scores(functools.partial(write_scores, "decode_score", _launch)),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 Launch = Callable[[Any, Tensor, Tensor, Where, int, bool, Tensor], None]
@@ -84,6 +84,7 @@ def score_arguments(
     token_major = layout == "token_major"
     num_blocks = _width(idx_q, idx_k, where, block_size, token_major, out)
     if check:
+        _shard.check_offsets(where, block_size, backend, idx_q.device)
         _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
     return (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
 
@@ -145,7 +146,8 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
             "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
         },
         (idx_q, idx_k),
-        _dispatch.oversized_table(where, block_size),
+        _dispatch.broken_rules(op, num_index_heads=idx_q.shape[1]) + _dispatch.oversized_table(where, block_size),
+        queries=idx_q.shape[0],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if score.numel() == 0:
@@ -180,5 +182,9 @@ SCHEMA = (
     "SymInt num_blocks, str backend"
 )
 _OPERATOR = _library.define(
-    "index_score", SCHEMA, ("out",), allocate_scores, functools.partial(write_scores, "index_score", _launch)
+    "index_score",
+    SCHEMA,
+    ("out",),
+    allocate_scores,
+    _shard.scores(functools.partial(write_scores, "index_score", _launch)),
 )

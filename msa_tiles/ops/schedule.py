@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 
@@ -21,7 +21,7 @@ class Schedule:
     [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
     the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
     generated kernels say. ``max_pages`` is the width of the page table in which the rows of keys were counted, 0 for
-    flat keys.
+    flat keys; ``sharded`` tells whether they were counted from a ``k_offset``.
     """
 
     edges: Tensor
@@ -32,12 +32,13 @@ class Schedule:
     block_size: int
     total_q: int
     max_pages: int = 0
+    sharded: bool = False
 
     @property
     def num_kv_heads(self) -> int:
         return self.edges.shape[1]
 
-    def validate(self, block_indices: Tensor, block_size: int, page_table: Tensor | None) -> None:
+    def validate(self, block_indices: Tensor, block_size: int, where: Where) -> None:
         """Refuse a schedule that was made for other ids or pages than these, as far as shapes tell."""
         num_kv_heads, total_q, topk = block_indices.shape
         _validate.same_device("schedule", self.edges, block_indices, "block_indices")
@@ -50,9 +51,12 @@ class Schedule:
                 f"{{}} {names}".format(num_kv_heads, total_q, topk, block_size),
             )
 
-        max_pages = 0 if page_table is None else page_table.shape[1]
+        max_pages = 0 if where.page_table is None else where.page_table.shape[1]
         if self.max_pages != max_pages:
             _validate.refuse("schedule", f"one for {_pages(self.max_pages)}", _pages(max_pages))
+        if self.sharded != (where.k_offset is not None):
+            how = "with" if self.sharded else "without"
+            _validate.refuse("schedule", f"one made {how} k_offset", "one made of the arguments of this call")
 
 
 def _pages(max_pages: int) -> str:
@@ -83,6 +87,7 @@ def build_schedule(
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(block_indices.shape[1], block_indices, "block_indices", None, check)
     if check:
+        _shard.check_offsets(where, block_size, "auto", block_indices.device)
         _contents.check_block_indices(block_indices, where, block_size, None)
     _, total_q, topk = block_indices.shape
     window = total_q
@@ -90,7 +95,7 @@ def build_schedule(
         window = _dispatch.attention_kernels().choose_window(block_indices)
     edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window)
     max_pages = 0 if page_table is None else page_table.shape[1]
-    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages)
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, k_offset is not None)
 
 
 def ids(name: str, value: Tensor) -> None:
@@ -129,7 +134,13 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
     refusals += _dispatch.oversized_table(where, block_size)
     # Paged keys matter to the attention kernel; the reverse index only names their rows.
     facts = _dispatch.call_facts(
-        "build_schedule", where.without_pages(), block_indices.device, "bf16", variant, refusals=refusals
+        "build_schedule",
+        where.without_pages(),
+        block_indices.device,
+        "bf16",
+        variant,
+        refusals=refusals,
+        queries=block_indices.shape[1],
     )
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()
@@ -151,5 +162,5 @@ _OPERATOR = _library.define(
     f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window",
     ("edges", "tasks", "counts"),
     _allocate,
-    _write,
+    _shard.schedule(_write),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch, _library, _validate, _where
+from msa_tiles.ops import _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.topk_select import ORDERS, allocate_ids, selection
 
@@ -55,6 +55,8 @@ def select_blocks(
         _where.page_size("idx_k", idx_k, block_size)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
+    if check:
+        _shard.check_offsets(where, block_size, backend, idx_q.device)
     arguments = (
         idx_q,
         idx_k,
@@ -112,6 +114,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         },
         (idx_q, idx_k),
         _dispatch.oversized_table(where, block_size),
+        queries=idx_q.shape[0],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:
@@ -143,5 +146,5 @@ _OPERATOR = _library.define(
     "SymInt init_blocks, SymInt local_blocks, str order, str backend",
     ("out",),
     _allocate,
-    _write,
+    _shard.selection(_write),
 )

@@ -1,7 +1,8 @@
 """The one place where a kernel is chosen.
 
 Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
-run. Of those that accept, one of the DSL that stands first in `DSLS` runs, unless the caller named another: `backend`.
+run. Of those that accept, the one runs that was measured to be the fastest at the call's size, as committed by
+`msa-tiles tune`; without figures, one of the DSL that stands first in `DSLS`. `backend` names a DSL instead.
 
 Some calls launch kernels of other operators on their way: sparse_attention builds a schedule and merges partial
 results. `backend` holds for these helpers too, where that DSL has a kernel that serves them; elsewhere any DSL's will
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from msa_tiles.runtime import toolchain
+from msa_tiles.runtime import toolchain, tuned
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
@@ -38,12 +39,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Every candidate, and the one that runs (None when all refuse)."""
+    """Every candidate, the one that runs (None when all refuse), and the measurement that was looked at, if any."""
 
     call: CallFacts
     device: DeviceFacts
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
+    figure: tuned.Figure | None = None
 
     def complaint(self) -> str:
         """The text of NoKernelError for this decision."""
@@ -59,8 +61,11 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     """Ask every cell of the operator."""
     candidates = tuple(_ask(cell, call, device, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
-    chosen = min(accepting, key=lambda candidate: DSLS.index(candidate.cell.dsl), default=None)
-    return Decision(call, device, candidates, chosen)
+    figure = None
+    if device.target is not None:
+        figure = tuned.nearest(tuned.figures_of(registry.directory), call.op, device.target, call.precision, call.size)
+    chosen = min(accepting, key=lambda candidate: tuned.preference(candidate.cell, figure), default=None)
+    return Decision(call, device, candidates, chosen, figure)
 
 
 def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
@@ -118,8 +123,8 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
     Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
     compiled here.
     """
-    choice = (backend, helper)
-    key = (op, facts.device, facts.precision, tuple(facts.variant.items()), facts.features, facts.refusals, choice)
+    dims = tuple(facts.variant.items())
+    key = (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size, backend, helper)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _find(op, facts, backend, helper)

@@ -91,7 +91,8 @@ def spoil_first(value: float):  # type: ignore[no-untyped-def]
 
 
 def swap_two_ids(outputs: list[torch.Tensor]) -> None:
-    outputs[0][0, -1, [0, 1]] = outputs[0][0, -1, [1, 0]]
+    # The last row of the decode cases has no keys and so no ids.
+    outputs[0][0, -2, [0, 1]] = outputs[0][0, -2, [1, 0]]
 
 
 def drop_an_edge(outputs: list[torch.Tensor]) -> None:
@@ -107,6 +108,12 @@ def move_an_edge(outputs: list[torch.Tensor]) -> None:
     [
         ("index_score", spoil_first(torch.nan)),
         ("index_score", spoil_first(1e3)),
+        ("decode_score", spoil_first(torch.nan)),
+        ("decode_score", spoil_first(1e3)),
+        ("decode_topk", swap_two_ids),
+        ("decode_topk", spoil_first(-1)),
+        ("sparse_decode", spoil_first(torch.nan)),
+        ("sparse_decode", spoil_first(10.0)),
         ("topk_select", swap_two_ids),
         ("select_blocks", swap_two_ids),
         ("topk_select", spoil_first(-1)),
@@ -130,6 +137,25 @@ def test_a_select_that_prefers_another_block_is_noticed(specs: spec.Specs) -> No
         row[row >= 0] = row[row >= 0] + 1
 
     planted("select_blocks", specs, replace)
+
+
+def scored(specs: spec.Specs) -> operators.SparseDecode:
+    """A case of sparse_decode whose ids msa_decode chooses."""
+    found = (case for case in small_cases("sparse_decode", specs) if case.dims["scored_blocks"])
+    case = next(case for case in found if case.workload.label == "ragged")
+    return operators.SparseDecode(case, inputs.Source(CPU, 3, case.workload.values), False, "reference")
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "out"), (1, "lse"), (2, "block_indices")])
+def test_every_output_of_a_decode_step_is_compared(part: int, name: str, specs: spec.Specs) -> None:
+    check = scored(specs)
+    for into_buffers in (False, True):
+        outputs = [output.clone() for output in check.run(into_buffers)]
+        assert len(outputs) == 3
+        check.compare(tuple(outputs))
+        outputs[part].view(-1)[0] += 7
+        with pytest.raises(Disagreement, match=name):
+            check.compare(tuple(outputs))
 
 
 def test_writing_outside_a_buffer_is_noticed() -> None:
