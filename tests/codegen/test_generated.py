@@ -132,7 +132,13 @@ class TestCommand:
 
     def test_filters(self, tmp_path: Path) -> None:
         assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0
-        assert [path.name for path in tmp_path.rglob("*.py")] == ["combine_bf16.py"]
+        written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
+        assert written == {"tilelang/sm90/combine_bf16.py", "cutedsl/sm90/combine_bf16.py"}
+
+    @pytest.mark.parametrize("dsl", PINS)
+    def test_a_filter_by_dsl(self, dsl: str, tmp_path: Path) -> None:
+        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--dsl", dsl]) == 0
+        assert [path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.py")] == [dsl]
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2
