@@ -27,13 +27,6 @@ from msa_tiles.runtime.toolchain import ToolchainError
 
 
 @pytest.fixture(scope="module")
-def cute(cell: Cell) -> Cell:
-    """The tiny kernel in CuTe DSL; its index entry is TileLang's."""
-    file = cell.file.parents[2] / "cutedsl" / "sm90" / cell.file.name
-    return dataclasses.replace(cell, id="scale_rows.cutedsl.sm90.bf16", dsl="cutedsl", file=file)
-
-
-@pytest.fixture(scope="module")
 def dsl() -> None:
     try:
         toolchain.require_compiler("cutedsl")
