@@ -129,7 +129,7 @@ class TestCommand:
         assert changed.read_text().endswith("# by hand\n")
 
     def test_filters(self, tmp_path: Path) -> None:
-        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0
+        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--dsl", "cutedsl"]) == 0
         assert [path.name for path in tmp_path.rglob("*.py")] == ["combine_bf16.py"]
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
