@@ -53,7 +53,7 @@ def test_keys_order_as_scores_do() -> None:
     run(order_keys, torch.tensor([0.0, -0.0]), zeros)
     assert bool((keys.diff() > 0).all()), "NaN first, then ascending"
     assert zeros.tolist() == [int(keys[5])] * 2
-    assert topk.EMPTY < int(keys[0]) and int(keys[-1]) < topk.LOCAL_KEY < topk.INIT_KEY
+    assert int(keys[0]) > topk.EMPTY and int(keys[-1]) < topk.LOCAL_KEY < topk.INIT_KEY
 
 
 @cute.jit
