@@ -153,6 +153,17 @@ def test_select_blocks(launched: list[str], place: Callable[..., dict], make: Ca
     assert launched == ["select_blocks"] * 2
 
 
+@pytest.mark.parametrize("place", [flat, packed])
+def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
+    where = place(normal, None, 128)
+    del where["keys"]
+    ops.topk_select(torch.zeros(4, 130, 2), 16, **where)
+    wide = torch.zeros(130, 4, 7).transpose(0, 1)[..., 1:3]
+    ops.topk_select(wide, 5, num_kv_heads=2, order="score", out=integers(2, 130, 5), **where)
+    ops.topk_select(wide, 16, num_valid_blocks=integers(130), **where)
+    assert launched == ["topk_select"] * 3
+
+
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_sparse_attention(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, 2, 128)
@@ -164,7 +175,8 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     ops.sparse_attention(make(130, 32, 128), k, k, few, workspace=workspace, **where)
     windows = -(-130 // _attention_kernels.window_for(130, (1 << 20) // _attention_kernels.bytes_per_query(1, 32, 128)))
-    assert launched == ["sparse_attention", "combine"] * (2 + windows)
+    window = ["sparse_attention", "combine"]
+    assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
 
 
 @pytest.mark.parametrize("make", [normal, strided])
