@@ -18,7 +18,7 @@ from msa_tiles.spec import (
     Specs,
     Target,
 )
-from msa_tiles.spec.model import frozen
+from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
 
 
@@ -149,10 +149,10 @@ class Selection:
 
 
 def plans(specs: Specs) -> list[KernelPlan]:
-    """The plan of every row of every operator, ordered by cell."""
+    """The plan of every row of every operator, ordered by operator, DSL, target and precision."""
     found = [
         plan_row(row, operator, specs.targets[row.target], specs.precisions[row.precision])
         for operator in specs.operators.values()
         for row in operator.kernels
     ]
-    return sorted(found, key=lambda plan: plan.cell)
+    return sorted(found, key=lambda plan: (plan.op, DSLS.index(plan.dsl), plan.target, plan.precision))

@@ -28,6 +28,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--feature", nargs="+", action="extend", default=[], metavar="NAME", help="what the call needs, such as paged"
     )
+    parser.add_argument(
+        "--queries", type=int, default=0, metavar="N", help="query tokens of the call (default unknown)"
+    )
     parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
     parser.set_defaults(func=run)
 
@@ -35,6 +38,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from msa_tiles.runtime import tuned
     from msa_tiles.runtime.compiler import find_compiled, variant_text
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
@@ -64,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     features = frozenset(args.feature)
     sharded = "k_offset" in features and _takes_shards(args.op)
     features -= {"k_offset"} if sharded else set()
-    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, features)
+    size = tuned.bucket(args.queries) if args.queries else 0
+    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")
@@ -82,6 +87,13 @@ def run(args: argparse.Namespace) -> int:
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
         return 1
+    if decision.figure is not None:
+        figure = decision.figure
+        fresh = {c.cell.id for c in decision.candidates if figure.fresh(c.cell)}
+        timed = ", ".join(
+            f"{name} {ms:.4g} ms" + ("" if name in fresh else " (another digest)") for name, ms in figure.ms.items()
+        )
+        console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
     return 0
 

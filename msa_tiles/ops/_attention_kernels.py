@@ -92,9 +92,10 @@ def build_schedule(
     edges: Tensor,
     tasks: Tensor,
     counts: Tensor,
+    backend: str = "auto",
 ) -> None:
     """Fill the tensors of a schedule."""
-    kernel = _find(facts, "auto", "build_schedule", {"block_size": block_size})
+    kernel = _find(facts, backend, "build_schedule", {"block_size": block_size})
     kernel(
         block_indices,
         where.cu_seqlens_q,
@@ -155,6 +156,7 @@ def sparse_attention(
             edges=edges,
             tasks=tasks,
             counts=counts,
+            backend=backend,
         )
     partial_out, partial_lse = _partials(workspace, q, window, topk)
     windows = edges.shape[0]
@@ -195,9 +197,11 @@ def combine(
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     from msa_tiles.runtime import find_kernel
 
+    helper = op != facts.op
     # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
-    features = facts.features if op == facts.op else frozenset()
-    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)
+    features = frozenset() if helper else facts.features
+    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return find_kernel(op, facts, backend=backend, helper=helper)
 
 
 def _partials(workspace: Tensor | None, q: Tensor, window: int, topk: int) -> tuple[Tensor, Tensor]:

@@ -271,4 +271,6 @@ def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -
 
     # Pages and positions concern the kernels that read keys; the merge reads our own buffers.
     features = frozenset() if op == "combine" else facts.features
-    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)
+    helper = op != facts.op
+    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return find_kernel(op, facts, backend=backend, helper=helper)

@@ -52,7 +52,9 @@ def plain(arguments: Sequence[Any]) -> bool:
         return False
     recording = torch.is_grad_enabled()
     for value in arguments:
-        if isinstance(value, Tensor) and (type(value) not in _ORDINARY or (recording and value.requires_grad)):
+        if not isinstance(value, Tensor):
+            continue
+        if type(value) not in _ORDINARY or value.is_meta or (recording and value.requires_grad):
             return False
     return True
 

@@ -45,7 +45,8 @@ def signature(tensors: Sequence[Tensor | None], scalars: tuple[Hashable, ...]) -
             marks.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned))
         else:
             return None
-    made = (tuple(marks), scalars)
+    # 1 and True are equal, and only one of them is a number of blocks.
+    made = (tuple(marks), scalars, tuple(map(type, scalars)))
     try:
         hash(made)
     except TypeError:

@@ -157,7 +157,8 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
             "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
         },
         (idx_q, idx_k),
-        _dispatch.oversized_table(where, block_size),
+        _dispatch.broken_rules(op, num_index_heads=idx_q.shape[1]) + _dispatch.oversized_table(where, block_size),
+        queries=idx_q.shape[0],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if score.numel() == 0:

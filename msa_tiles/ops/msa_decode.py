@@ -197,7 +197,9 @@ def _prepare(
         },
         (q, k, v, idx_q, idx_k),
         _dispatch.broken_rules("decode_topk", topk=topk, max_blocks=num_blocks)
+        + _dispatch.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
         + _dispatch.oversized_table(where, block_size),
+        queries=q.shape[0],
     )
     return _decode_kernels.prepare_step(
         facts,

@@ -123,6 +123,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         variant,
         (idx_q, idx_k),
         _dispatch.oversized_table(where, block_size),
+        queries=idx_q.shape[0],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:

@@ -211,6 +211,7 @@ def write_attention(
         (q, k, v),
         _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2])
         + _dispatch.oversized_table(where, block_size),
+        queries=q.shape[0],
     )
     if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
         _dispatch.find_kernel(facts, backend)

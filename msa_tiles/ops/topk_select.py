@@ -198,6 +198,7 @@ def write_chosen(
         "bf16",
         variant(topk, score.shape[2]),
         refusals=refusals,
+        queries=score.shape[1],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.ops._where import Where
+from msa_tiles.ops.schedule import build_on
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, schedules
 from msa_tiles.verify.attention import rounded_error
@@ -179,7 +181,7 @@ class SelectBlocks:
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
         quantised = case.cell.precision == "fp8"
-        self.scales = scales_of_index(source, dims, self.lengths, strided) if quantised else {}
+        self.scales: dict[str, Any] = scales_of_index(source, dims, self.lengths, strided) if quantised else {}
         self.options: dict[str, Any] = {
             **self.where,
             **self.scales,
@@ -368,9 +370,10 @@ class BuildSchedule:
         if strided:
             self.ids = spread(self.ids, TOKEN_MAJOR)
         self.block_size = dims["block_size"]
+        self.backend = backend
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        made = ops.build_schedule(self.ids, block_size=self.block_size, **self.lengths.keywords())
+        made = build_on(self.backend, self.ids, Where.of(**self.lengths.keywords()), self.block_size)
         return schedules.defined_parts(made)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:

@@ -129,8 +129,10 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """
     seen = types.SimpleNamespace(found=[], launched=[], compute=True)
 
-    def find_kernel(op: str, facts: Any, backend: str = "auto") -> Any:
+    def find_kernel(op: str, facts: Any, backend: str = "auto", *, helper: bool = False) -> Any:
         assert facts.op == op
+        # A step is sparse_decode's call: the DSL asked for must have that kernel, the others come from where they are.
+        assert not (helper and op == "sparse_decode")
         seen.found.append(facts)
 
         def kernel(*arguments: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from ops.calls import ATTENTION, BLOCK, OPERATORS, RANKERS, SCORERS, call, paged
@@ -148,3 +151,16 @@ def test_one_buffer_alone(name):
     buffer = torch.empty_like(wanted[name])
     equal(ops.msa_decode(**arguments, return_lse=True, **{name: buffer}), (wanted["out"], wanted["lse"]))
     equal(buffer, wanted[name])
+
+
+def test_the_example_of_the_readme_runs_and_gives_what_its_comments_say(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU here may be one without kernels
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    first, second = (re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)[1] for language in ("python", "py"))
+    prelude = first[: first.index("tokens =")]
+    names: dict = {}
+    exec(compile(prelude + second, "README.md", "exec"), names)
+    out, lse, ids = names["out"], names["buffers"]["lse"], names["buffers"]["block_indices"]
+    assert out.shape == (3, 64, 128) and out.dtype == torch.bfloat16
+    assert out[:2].any(-1).all() and not out[2].any()
+    assert (lse[2] == -torch.inf).all() and (ids[:, 2] == -1).all() and (ids[:, 0] >= 0).all()
