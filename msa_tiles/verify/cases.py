@@ -43,11 +43,15 @@ class Case:
 def cases(cell: Cell, specs: Specs) -> list[Case]:
     """The cases of a cell, the small workloads first."""
     operator = specs.operators[cell.op]
-    points = operator.variants.of(specs.precisions[cell.precision]).ci
+    variants = operator.variants.of(specs.precisions[cell.precision])
+    points = variants.ci
+    # The M3 shape, in all its kinds of scales.
+    shape = [name for name in variants.names if name not in variants.scaled]
+    m3 = [point for point in points if all(point[name] == points[0][name] for name in shape)]
     found = [
         Case(cell, operator, workload, point, _score_tolerance(cell, specs))
         for workload in operator.verify
-        for point in (points if workload.points == "ci" else points[:1])
+        for point in (points if workload.points == "ci" else m3)
     ]
     return sorted(found, key=lambda case: max((keys for _, keys in case.workload.sequences), default=0))
 
