@@ -64,7 +64,7 @@ def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) ->
             try:
                 dims = dims_of(operator, workload, point)
                 broken = [rule for rule in operator.rules if not rule(dims)]
-                known = quantities_of(operator, workload, some_precision, point, some_precision.compute[0])
+                known = quantities_of(operator, workload, some_precision, point, some_precision.element)
                 for expression in (operator.roofline.flops, operator.roofline.bytes):
                     expression(known)
             except (ExpressionError, KeyError) as error:
