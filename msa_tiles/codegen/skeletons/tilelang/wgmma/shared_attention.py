@@ -7,17 +7,23 @@ that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and 
 Warps
   warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
                 for every slot of the rest, and the store of the rows
-  warpgroup 1   producer: loads Q, then K and V of each shared block, then the partial results of the rest
+  warpgroup 1   producer: reads what a tile consists of, loads its Q, then K and V of each shared block, then the partial
+                results of the rest
 
 Pipelines (name: depth, arrivals)
+  tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least, so that the
+             producer is never TILES tiles ahead
   q_full: 1, 128 producer threads + TMA bytes               q_free: 1, the 128 consumer threads
-  k_full: K_STAGES, 128 producer threads + TMA bytes        k_free: K_STAGES, the 128 consumer threads
-  v_full: 1, 128 producer threads + TMA bytes               v_free: 1, the 128 consumer threads
+  full: STAGES, 128 producer threads + TMA bytes            free: STAGES, the 128 consumer threads
 
-A stage of K also carries partial results, block_size // 64 slots of all rows at a time: the rows of a query with fewer
-slots are not loaded, and stay out of the sum. Every tile ends with at least one such stage, in which its rows are
-staged on their way out. While a tile is merged, its Q is free, so that the next tile's first loads are under way: the
-memory never waits for a tile to end, and while one CTA of a SM merges the other one multiplies.
+A stage of the ring holds K of a block, then the next one its V. Behind the blocks come partial results, block_size //
+64 slots of all rows a stage: the rows of a query with fewer slots are not loaded, and stay out of the sum. Every tile
+ends with at least one such stage, in which its rows are staged on their way out; it is free once the next tile's first
+product is under way.
+
+The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is free,
+so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM merges the
+other one multiplies.
 
 The maximum of a row starts as the largest LSE of its slots, so that the merge never rescales O.
 
@@ -26,11 +32,11 @@ The fields of the `shared` words are those that the split_selection kernel docum
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.keys import block_keys, load_block
+from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.stages import load_stage
 
 ELEMENT = "bfloat16"  # <- precision.element
-K_STAGES = 2  # <- tile.stages
+STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
 PASS_CONFIGS = {
@@ -40,12 +46,23 @@ PASS_CONFIGS = {
     "tl.enable_fast_math": True,
 }
 ROWS = 64
+TILES = 4
+# Slots whose LSE are loaded at a time.
 AHEAD = 4
 CUT, VALID_SHIFT = 1 << 8, 9
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
 LOWEST = -1.0e30
+
+
+@T.macro
+def advance(at):
+    """at [2] holds a stage of the ring and its phase, which turns with every round."""
+    at[0] = at[0] + 1
+    if at[0] == STAGES:
+        at[0] = 0
+        at[1] = at[1] ^ 1
 
 
 def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
@@ -93,17 +110,15 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
         with T.Kernel(num_ctas, threads=256) as cta:
             T.annotate_min_blocks_per_sm(2)
             Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([K_STAGES, block_size, head_dim], ELEMENT)
-            V_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
+            ring = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            # Number of shared blocks, most slots of a query; of each query its slots and its last row.
+            tile_shared = T.alloc_shared([TILES, 2 + 2 * queries], "int32", scope="shared")
+            tile_full = T.alloc_barrier(arrive_count=[128] * TILES)
             q_full = T.alloc_barrier(arrive_count=128)
             q_free = T.alloc_barrier(arrive_count=128)
-            k_full = T.alloc_barrier(arrive_count=[128] * K_STAGES)
-            k_free = T.alloc_barrier(arrive_count=[128] * K_STAGES)
-            v_full = T.alloc_barrier(arrive_count=128)
-            v_free = T.alloc_barrier(arrive_count=128)
-            stage = T.alloc_var("int32")
-            phase = T.alloc_var("int32")
-            v_phase = T.alloc_var("int32")
+            full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            at = T.alloc_local([2], "int32")
             q_phase = T.alloc_var("int32")
             head = T.alloc_var("int32")
             tile = T.alloc_var("int32")
@@ -111,15 +126,13 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             num = T.alloc_var("int32")
             most = T.alloc_var("int32")
             key_row = T.alloc_var("int32")
-            word = T.alloc_var("int32")
             tx = T.get_thread_binding()
             window_first = window_index * window
             window_last = T.min(window_first + window, total_q)
             tiles = T.ceildiv(window_last - window_first, queries)
             rounds = T.ceildiv(tiles * num_kv_heads - cta, num_ctas)
-            stage = 0
-            phase = 0
-            v_phase = 0
+            at[0] = 0
+            at[1] = 0
             q_phase = 0
             if tx >= 128:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
@@ -136,6 +149,13 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         if token + r < window_last:
                             slots[r] = rest_counts[head, token + r]
                         most = T.max(most, slots[r])
+                    if tx == 128:
+                        tile_shared[round % TILES, 0] = num
+                        tile_shared[round % TILES, 1] = most
+                        for r in T.unroll(queries):
+                            tile_shared[round % TILES, 2 + r] = slots[r]
+                            tile_shared[round % TILES, 2 + queries + r] = last_rows[T.min(token + r, total_q - 1)]
+                    T.barrier_arrive(tile_full[round % TILES])
                     if num > 0:
                         T.barrier_wait(q_free, q_phase ^ 1)
                         for r in T.unroll(queries):
@@ -155,24 +175,20 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         q_phase = q_phase ^ 1
                     for u in T.serial(num):
                         key_row = shared[head, tile, u, 0]
-                        T.barrier_wait(k_free[stage], phase ^ 1)
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
                         load_stage(
-                            k, page_table, key_row, head, K_shared, k_full, stage, block_size, head_dim,
-                            pages_per_block,
-                        )  # fmt: skip
-                        T.barrier_arrive(k_full[stage])
-                        stage = stage + 1
-                        if stage == K_STAGES:
-                            stage = 0
-                            phase = phase ^ 1
-                        T.barrier_wait(v_free, v_phase ^ 1)
-                        load_block(
-                            v, page_table, key_row, head, V_shared, v_full, block_size, head_dim, pages_per_block
+                            k, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
                         )
-                        T.barrier_arrive(v_full)
-                        v_phase = v_phase ^ 1
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
+                        load_stage(
+                            v, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
+                        )
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
                     for m in T.serial(T.ceildiv(most, parts)):
-                        T.barrier_wait(k_free[stage], phase ^ 1)
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
                         for part in T.unroll(parts):
                             for r in T.unroll(queries):
                                 if m * parts + part < slots[r]:
@@ -184,21 +200,18 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                                 head * group : head * group + group,
                                                 half * 64 : half * 64 + 64,
                                             ],
-                                            K_shared[
-                                                stage,
+                                            ring[
+                                                at[0],
                                                 part * ROWS + r * rows_per_query : part * ROWS
                                                 + r * rows_per_query
                                                 + group,
                                                 half * 64 : half * 64 + 64,
                                             ],
-                                            barrier=k_full[stage],
+                                            barrier=full[at[0]],
                                             eviction_policy="evict_first",
                                         )
-                        T.barrier_arrive(k_full[stage])
-                        stage = stage + 1
-                        if stage == K_STAGES:
-                            stage = 0
-                            phase = phase ^ 1
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 S = T.alloc_fragment([ROWS, block_size], "float32")
@@ -212,22 +225,35 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 row_last = T.alloc_fragment([ROWS], "int32")
                 row_slots = T.alloc_fragment([ROWS], "int32")
                 last = T.alloc_fragment([ROWS], "int32")
+                word = T.alloc_var("int32")
+                k_stage = T.alloc_var("int32")
+                v_stage = T.alloc_var("int32")
+                staged = T.alloc_var("int32")
+                staged = -1
                 for round in T.serial(rounds):
                     head = T.truncdiv(cta + round * num_ctas, tiles)
                     tile = cta + round * num_ctas - head * tiles
                     token = window_first + tile * queries
                     tile = tile + T.truncdiv(window_first, queries)
-                    num = shared_counts[head, tile]
-                    most = 1
-                    for r in T.unroll(queries):
-                        if token + r < window_last:
-                            most = T.max(most, rest_counts[head, token + r])
+                    T.barrier_wait(tile_full[round % TILES], (round // TILES) & 1)
+                    num = tile_shared[round % TILES, 0]
+                    most = tile_shared[round % TILES, 1]
+                    if num > 0:
+                        T.barrier_wait(q_full, q_phase)
+                        q_phase = q_phase ^ 1
+                        T.barrier_wait(full[at[0]], at[1])
+                        T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
+                        k_stage = at[0]
+                        advance(at)
+                    # Only the thread that issued the last tile's stores waits here, and the stage is free once it
+                    # arrives too.
+                    if staged >= 0:
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(free[staged])
                     for i in T.Parallel(ROWS):
-                        row_last[i] = last_rows[T.min(token + i // rows_per_query, total_q - 1)]
+                        row_last[i] = tile_shared[round % TILES, 2 + queries + i // rows_per_query]
                         row_slots[i] = T.if_then_else(
-                            token + i // rows_per_query < window_last and i % rows_per_query < group,
-                            rest_counts[head, T.min(token + i // rows_per_query, total_q - 1)],
-                            0,
+                            i % rows_per_query < group, tile_shared[round % TILES, 2 + i // rows_per_query], 0
                         )
                         row_max[i] = LOWEST
                     for s in T.serial(T.ceildiv(most, AHEAD)):
@@ -246,20 +272,11 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         row_max[i] = T.max(row_max[i] * LOG2_E / scale_log2, LOWEST)
                     T.fill(O, 0.0)
                     T.fill(row_sum, 0.0)
-                    if num > 0:
-                        T.barrier_wait(q_full, q_phase)
-                        q_phase = q_phase ^ 1
                     for u in T.serial(num):
                         key_row = shared[head, tile, u, 0]
                         word = shared[head, tile, u, 1]
-                        T.barrier_wait(k_full[stage], phase)
-                        T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(k_free[stage])
-                        stage = stage + 1
-                        if stage == K_STAGES:
-                            stage = 0
-                            phase = phase ^ 1
+                        T.barrier_arrive(free[k_stage])
                         if u == num - 1:
                             T.barrier_arrive(q_free)
                         if (word & CUT) != 0:
@@ -281,21 +298,32 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.copy(S, P)
                         for i, j in T.Parallel(ROWS, head_dim):
                             O[i, j] = O[i, j] * scale[i]
-                        T.barrier_wait(v_full, v_phase)
+                        T.barrier_wait(full[at[0]], at[1])
                         if (word >> VALID_SHIFT) < block_size:
                             # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
                             for i, j in T.Parallel(block_size, head_dim):
                                 if i >= (word >> VALID_SHIFT):
-                                    V_shared[i, j] = 0
+                                    ring[at[0], i, j] = 0
                             T.fence_proxy_async()
                             T.sync_threads(8, 128)
-                        T.wgmma_gemm(P, V_shared, O, clear_accum=False)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(v_free)
-                        v_phase = v_phase ^ 1
-                    stages = T.ceildiv(most, parts)
-                    for m in T.serial(stages):
-                        T.barrier_wait(k_full[stage], phase)
+                        T.wgmma_gemm(P, ring[at[0], :, :], O, clear_accum=False)
+                        v_stage = at[0]
+                        advance(at)
+                        if u + 1 < num:
+                            T.barrier_wait(full[at[0]], at[1])
+                            T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
+                            k_stage = at[0]
+                            advance(at)
+                            T.wait_wgmma(1)
+                        else:
+                            T.wait_wgmma(0)
+                        T.barrier_arrive(free[v_stage])
+                    # Nothing is under way any more, but the compiler only sees it here where a tile has no blocks.
+                    T.wait_wgmma(0)
+                    for m in T.serial(T.ceildiv(most, parts)):
+                        if m > 0:
+                            T.barrier_arrive(free[staged])
+                        T.barrier_wait(full[at[0]], at[1])
                         for part in T.unroll(parts):
                             for i in T.Parallel(ROWS):
                                 scale[i] = 0.0
@@ -312,17 +340,11 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                 row_sum[i] = row_sum[i] + scale[i]
                             # Not `scale > 0`: a NaN has to come through.
                             for i, j in T.Parallel(ROWS, head_dim):
-                                O[i, j] = O[i, j] + T.if_then_else(
-                                    scale[i] != 0.0,
-                                    scale[i] * T.cast(K_shared[stage, part * ROWS + i, j], "float32"),
-                                    0.0,
+                                O[i, j] = O[i, j] + scale[i] * T.if_then_else(
+                                    scale[i] != 0.0, T.cast(ring[at[0], part * ROWS + i, j], "float32"), 0.0
                                 )
-                        if m < stages - 1:
-                            T.barrier_arrive(k_free[stage])
-                            stage = stage + 1
-                            if stage == K_STAGES:
-                                stage = 0
-                                phase = phase ^ 1
+                        staged = at[0]
+                        advance(at)
                     for i in T.Parallel(ROWS):
                         if token + i // rows_per_query < window_last and i % rows_per_query < group:
                             lse[token + i // rows_per_query, head * group + i % rows_per_query] = T.if_then_else(
@@ -334,15 +356,15 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         scale[i] = T.if_then_else(row_sum[i] != 0.0, 1.0 / row_sum[i], 0.0)
                     for i, j in T.Parallel(ROWS, head_dim):
                         O[i, j] = O[i, j] * scale[i]
-                    T.copy(O, K_shared[stage, 0:ROWS, :])
+                    T.copy(O, ring[staged, 0:ROWS, :])
                     T.fence_proxy_async()
                     T.sync_threads(8, 128)
                     for r in T.unroll(queries):
                         if token + r < window_last:
                             for half in T.unroll(halves):
                                 T.tma_copy(
-                                    K_shared[
-                                        stage,
+                                    ring[
+                                        staged,
                                         r * rows_per_query : r * rows_per_query + group,
                                         half * 64 : half * 64 + 64,
                                     ],
@@ -352,12 +374,6 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         half * 64 : half * 64 + 64,
                                     ],
                                 )
-                    # Only the thread that issued the stores waits here, and the stage is free once it arrives too.
-                    T.tma_store_wait(0)
-                    T.barrier_arrive(k_free[stage])
-                    stage = stage + 1
-                    if stage == K_STAGES:
-                        stage = 0
-                        phase = phase ^ 1
+                T.tma_store_wait(0)
 
     return main
