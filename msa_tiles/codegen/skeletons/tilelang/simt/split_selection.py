@@ -36,7 +36,7 @@ def split_selection(block_size: int, tile_tokens: int):
     number in rest_counts [num_kv_heads, total_q]; shared [num_kv_heads, tiles, capacity, 2], pairs (row where the block
     begins, valid rows << 9 | whether a query of the tile sees less than the block << 8 | mask of the queries that
     select it), with their number in shared_counts [num_kv_heads, tiles]; last_rows [total_q], the row of the last key
-    that a query sees, defined for those that see one. tile_tokens is at most 8.
+    that a query sees, -1 for none. tile_tokens is at most 8.
     """
     entries_most = tile_tokens * LONGEST
     num_kv_heads, total_q, topk, num_requests_1, num_requests = T.dynamic(
@@ -114,7 +114,7 @@ def split_selection(block_size: int, tile_tokens: int):
                     limits[warp, lane] = limit
                     lengths[warp, lane] = length
                     if head == 0 and lane < tokens:
-                        last_rows[first_token + lane] = start + limit
+                        last_rows[first_token + lane] = T.if_then_else(limit >= 0, start + limit, -1)
                 T.sync_warp()
                 for chunk in T.serial(chunks):
                     entry = chunk * 32 + lane

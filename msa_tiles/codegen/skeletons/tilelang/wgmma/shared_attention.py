@@ -37,7 +37,7 @@ from msa_tiles.dsl.tilelang.stages import load_stage
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 3  # <- tile.stages
-PRODUCER_REGISTERS = 40  # <- tile.producer_registers
+PRODUCER_REGISTERS = 48  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
@@ -125,6 +125,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             token = T.alloc_var("int32")
             num = T.alloc_var("int32")
             most = T.alloc_var("int32")
+            number = T.alloc_var("int32")
             key_row = T.alloc_var("int32")
             tx = T.get_thread_binding()
             window_first = window_index * window
@@ -136,7 +137,8 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             q_phase = 0
             if tx >= 128:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                slots = T.alloc_local([queries], "int32")
+                # Four counts a word: the producer has few registers.
+                slots = T.alloc_local([queries // 4], "int32")
                 for round in T.serial(rounds):
                     head = T.truncdiv(cta + round * num_ctas, tiles)
                     tile = cta + round * num_ctas - head * tiles
@@ -145,15 +147,19 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     num = shared_counts[head, tile]
                     most = 1
                     for r in T.unroll(queries):
-                        slots[r] = 0
+                        number = 0
                         if token + r < window_last:
-                            slots[r] = rest_counts[head, token + r]
-                        most = T.max(most, slots[r])
+                            number = rest_counts[head, token + r]
+                        most = T.max(most, number)
+                        if r % 4 == 0:
+                            slots[r // 4] = number
+                        else:
+                            slots[r // 4] = slots[r // 4] | (number << (r % 4 * 8))
                     if tx == 128:
                         tile_shared[round % TILES, 0] = num
                         tile_shared[round % TILES, 1] = most
                         for r in T.unroll(queries):
-                            tile_shared[round % TILES, 2 + r] = slots[r]
+                            tile_shared[round % TILES, 2 + r] = (slots[r // 4] >> (r % 4 * 8)) & 255
                             tile_shared[round % TILES, 2 + queries + r] = last_rows[T.min(token + r, total_q - 1)]
                     T.barrier_arrive(tile_full[round % TILES])
                     if num > 0:
@@ -191,7 +197,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
                         for part in T.unroll(parts):
                             for r in T.unroll(queries):
-                                if m * parts + part < slots[r]:
+                                if m * parts + part < (slots[r // 4] >> (r % 4 * 8)) & 255:
                                     for half in T.unroll(halves):
                                         T.tma_copy(
                                             partial_out[
