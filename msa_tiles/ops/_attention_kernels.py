@@ -30,9 +30,8 @@ LOG2_E = math.log2(math.e)
 MOST_QUERIES = 4096
 WINDOW_MULTIPLE = 128
 
-# Whether calls without a schedule of their own take the hybrid kernels, and how many shared blocks a tile of neighbouring
-# queries takes at least, should its queries select so many: each moves one or more partial results from memory to the
-# multipliers.
+# Whether calls without a schedule of their own take the hybrid kernels, and how many shared blocks a tile of
+# neighbouring queries takes at least, should its queries select so many. Each spares partial results, for products.
 HYBRID = False
 FILL = 0
 # Rows of a tile, the least that a query takes, and the CTAs of shared_attention that share an SM.
@@ -254,9 +253,7 @@ def _hybrid_attention(
         block_size=block_size,
         window=window,
     )
-    build_schedule(
-        facts, rest, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
-    )
+    build_schedule(facts, rest, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts)
     partial_out, partial_lse = _partials(workspace, q, window, topk)
     windows = edges.shape[0]
     claims = torch.zeros(windows, dtype=torch.int32, device=q.device)

@@ -55,7 +55,7 @@ def split_selection(
     step = max(PAIRS // max(rows.shape[1] ** 2, 1), 1)
     tile = torch.arange(tiles, device=device).repeat(num_kv_heads)
     kept, listed, counts = [], [], []
-    for begin in range(0, len(rows), step):
+    for begin in range(0, max(len(rows), 1), step):
         part = slice(begin, begin + step)
         at = tile[part]
         part_kept, part_listed, part_counts = _split(
@@ -79,7 +79,7 @@ def split_selection(
 def _split(
     rows: Tensor, queries: Tensor, ends: Tensor, valid_ends: Tensor, capacity: int, fill: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which entries [N, n * k] stay, the listed blocks [N, capacity, 2] and their number [N] of N tiles of n queries."""
+    """Which entries [N, n * k] stay, the listed blocks [N, capacity, 2] and their number [N], of N tiles."""
     num, entries = rows.shape
     tile_tokens = ends.shape[1]
     topk = entries // tile_tokens

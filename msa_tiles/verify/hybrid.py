@@ -22,7 +22,7 @@ _NOWHERE = {"page_table": None, "seqused_k": None, "q_positions": None, "k_offse
 
 @contextmanager
 def hybrid(fill: int) -> Iterator[None]:
-    """Attention on CUDA takes the hybrid kernels, with at least ``fill`` shared blocks a tile where there are so many."""
+    """Attention on CUDA takes the hybrid kernels, with ``fill`` shared blocks a tile where there are so many."""
     before = _attention_kernels.HYBRID, _attention_kernels.FILL
     _attention_kernels.HYBRID, _attention_kernels.FILL = True, fill
     try:

@@ -117,5 +117,3 @@ def shared_attention(
     )
     compare.numbers("lse", lse, wanted_lse, 2e-3)
     compare.numbers("out", out.view.float(), wanted, 0.04)
-
-

@@ -107,9 +107,7 @@ def split_selection(block_size: int, tile_tokens: int):
                         start = cu_seqlens_k[request[0]]
                         length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
                         end_token = cu_seqlens_q[request[0] + 1]
-                        limit = last_visible(
-                            q_positions, use_positions, first_token + lane, end_token, length, length
-                        )
+                        limit = last_visible(q_positions, use_positions, first_token + lane, end_token, length, length)
                     starts[warp, lane] = start
                     limits[warp, lane] = limit
                     lengths[warp, lane] = length

@@ -7,8 +7,8 @@ that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and 
 Warps
   warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
                 for every slot of the rest, and the store of the rows
-  warpgroup 1   producer: reads what a tile consists of, loads its Q, then K and V of each shared block, then the partial
-                results of the rest
+  warpgroup 1   producer: reads what a tile consists of, loads its Q, then K and V of each shared block, then the
+                partial results of the rest
 
 Pipelines (name: depth, arrivals)
   tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least, so that the
