@@ -23,7 +23,7 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,
 }
 LONGEST = 64
-# Fields of a listed block's second word, and of an owner.
+# Fields of a listed block's second word, and of an owner. A mark is number of queries << 8 | mask of them.
 CUT, VALID_SHIFT = 1 << 8, 9
 ENTRY, TWIN, SHARED = (1 << 16) - 1, 1 << 16, 1 << 17
 
@@ -74,13 +74,18 @@ def split_selection(block_size: int, tile_tokens: int):
             length = T.alloc_var("int32")
             block = T.alloc_var("int32")
             row = T.alloc_var("int32")
-            mask = T.alloc_var("int32")
+            own = T.alloc_local([2], "int32")
+            hit = T.alloc_local([2], "int32")
+            mask = T.alloc_local([2], "int32")
+            owner = T.alloc_local([2], "int32")
+            twin = T.alloc_local([2], "int32")
             number = T.alloc_var("int32")
-            owner = T.alloc_var("int32")
-            twin = T.alloc_var("int32")
             mark = T.alloc_var("int32")
             other = T.alloc_var("int32")
             rank = T.alloc_var("int32")
+            taken = T.alloc_var("int32")
+            most = T.alloc_var("int32")
+            ownership = T.alloc_var("int32")
             word = T.alloc_var("int32")
             listed = T.alloc_var("int32")
             kept = T.alloc_var("int32")
@@ -127,60 +132,72 @@ def split_selection(block_size: int, tile_tokens: int):
                                 row = starts[warp, token] + block * block_size
                         rows[warp, entry] = row
                 T.sync_warp()
-                for chunk in T.serial(chunks):
-                    entry = chunk * 32 + lane
-                    if entry < entries:
-                        first_entry = T.truncdiv(entry, topk) * topk
-                        row = rows[warp, entry]
-                        mask = 0
-                        number = 0
-                        owner = entry
-                        twin = 0
-                        for token in T.unroll(tile_tokens):
-                            for slot in T.serial(topk):
-                                if rows[warp, token * topk + slot] == row:
-                                    mask = mask | (1 << token)
-                                    owner = T.min(owner, token * topk + slot)
-                                    if token * topk + slot >= first_entry and token * topk + slot < entry:
-                                        twin = TWIN
-                            number = number + ((mask >> token) & 1)
-                        if row < 0:
-                            marks[warp, entry] = 0
-                            owners[warp, entry] = -1
-                        else:
-                            marks[warp, entry] = T.if_then_else(owner == entry, (number << 8) | mask, 0)
-                            owners[warp, entry] = owner | twin
+                # Two entries a lane at a time share what they are compared with.
+                for pair in T.serial(T.ceildiv(entries, 64)):
+                    for c in T.unroll(2):
+                        own[c] = -1
+                        if pair * 64 + c * 32 + lane < entries:
+                            own[c] = rows[warp, pair * 64 + c * 32 + lane]
+                        mask[c] = 0
+                        owner[c] = entries
+                        twin[c] = 0
+                    for token in T.unroll(tile_tokens):
+                        for c in T.unroll(2):
+                            hit[c] = -1
+                        # From the last slot to the first, so that the first of equal ids stays.
+                        for slot in T.serial(topk):
+                            row = rows[warp, token * topk + topk - 1 - slot]
+                            for c in T.unroll(2):
+                                if row == own[c]:
+                                    hit[c] = token * topk + topk - 1 - slot
+                        for c in T.unroll(2):
+                            if hit[c] >= 0:
+                                entry = pair * 64 + c * 32 + lane
+                                mask[c] = (mask[c] + (1 << 8)) | (1 << token)
+                                owner[c] = T.min(owner[c], hit[c])
+                                if hit[c] < entry and entry < (token + 1) * topk:
+                                    twin[c] = TWIN
+                    for c in T.unroll(2):
+                        entry = pair * 64 + c * 32 + lane
+                        if entry < entries:
+                            marks[warp, entry] = T.if_then_else(own[c] >= 0 and owner[c] == entry, mask[c], 0)
+                            owners[warp, entry] = T.if_then_else(own[c] >= 0, owner[c] | twin[c], -1)
                 T.sync_warp()
+                # Blocks that all queries select, then those that all but one select, and so on.
                 listed = 0
-                for chunk in T.serial(chunks):
-                    entry = chunk * 32 + lane
-                    mark = 0
-                    if entry < entries:
-                        mark = marks[warp, entry]
-                    if mark > 0:
-                        number = mark >> 8
-                        rank = 0
-                        for e in T.serial(entries):
-                            other = marks[warp, e] >> 8
-                            if other > number or (other == number and e < entry):
-                                rank = rank + 1
-                        if number >= enough or rank < T.min(fill, capacity):
-                            row = rows[warp, entry]
-                            token = T.truncdiv(entry, topk)
-                            mask = mark & 255
-                            word = mask
-                            if mask != (1 << tokens) - 1:
-                                word = word | CUT
-                            for t in T.unroll(tile_tokens):
-                                if ((mask >> t) & 1) != 0 and starts[warp, t] + limits[warp, t] - row < block_size - 1:
+                for less in T.serial(tile_tokens):
+                    most = T.if_then_else(tile_tokens - less >= enough, capacity, T.min(fill, capacity))
+                    if listed < most:
+                        for chunk in T.serial(chunks):
+                            entry = chunk * 32 + lane
+                            mark = 0
+                            if entry < entries:
+                                mark = marks[warp, entry]
+                            taken = 0
+                            if (mark >> 8) == tile_tokens - less:
+                                taken = 1
+                            rank = taken
+                            for step in T.unroll(5):
+                                other = T.shfl_up(rank, 1 << step)
+                                if lane >= (1 << step):
+                                    rank = rank + other
+                            number = T.shfl_sync(rank, 31)
+                            rank = listed + rank - 1
+                            if taken > 0 and rank < most:
+                                row = rows[warp, entry]
+                                token = T.truncdiv(entry, topk)
+                                word = mark & 255
+                                if word != (1 << tokens) - 1:
                                     word = word | CUT
-                            valid = T.min(starts[warp, token] + lengths[warp, token] - row, block_size)
-                            shared[head, tile, rank, 0] = row
-                            shared[head, tile, rank, 1] = word | (valid << VALID_SHIFT)
-                            owners[warp, entry] = entry | SHARED
-                            listed = listed + 1
-                for step in T.unroll(5):
-                    listed = listed + T.shfl_xor(listed, 16 >> step)
+                                for t in T.unroll(tile_tokens):
+                                    if ((mark >> t) & 1) != 0:
+                                        if starts[warp, t] + limits[warp, t] - row < block_size - 1:
+                                            word = word | CUT
+                                valid = T.min(starts[warp, token] + lengths[warp, token] - row, block_size)
+                                shared[head, tile, rank, 0] = row
+                                shared[head, tile, rank, 1] = word | (valid << VALID_SHIFT)
+                                owners[warp, entry] = entry | SHARED
+                            listed = T.min(listed + number, most)
                 if lane == 0:
                     shared_counts[head, tile] = listed
                 T.sync_warp()
@@ -188,10 +205,10 @@ def split_selection(block_size: int, tile_tokens: int):
                 for chunk in T.serial(chunks):
                     entry = chunk * 32 + lane
                     if entry < entries:
-                        owner = owners[warp, entry]
+                        ownership = owners[warp, entry]
                         kept = 0
-                        if owner >= 0 and (owner & TWIN) == 0:
-                            if (owners[warp, owner & ENTRY] & SHARED) == 0:
+                        if ownership >= 0 and (ownership & TWIN) == 0:
+                            if (owners[warp, ownership & ENTRY] & SHARED) == 0:
                                 kept = 1
                         marks[warp, entry] = kept
                 T.sync_warp()

@@ -11,8 +11,8 @@ Warps
                 partial results of the rest
 
 Pipelines (name: depth, arrivals)
-  tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least, so that the
-             producer is never TILES tiles ahead
+  tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least and TILES is
+             more than STAGES, so that the producer never overwrites what is still to be read
   q_full: 1, 128 producer threads + TMA bytes               q_free: 1, the 128 consumer threads
   full: STAGES, 128 producer threads + TMA bytes            free: STAGES, the 128 consumer threads
 
@@ -48,7 +48,7 @@ PASS_CONFIGS = {
 ROWS = 64
 TILES = 4
 # Slots whose LSE are loaded at a time.
-AHEAD = 4
+AHEAD = 8
 CUT, VALID_SHIFT = 1 << 8, 9
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -79,6 +79,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
     rows_per_query = max(group, 8)
     queries = ROWS // rows_per_query
     halves = head_dim // 64
+    # Slots of partial results in a stage: one or two.
     parts = block_size // ROWS
 
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
@@ -329,20 +330,34 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     for m in T.serial(T.ceildiv(most, parts)):
                         if m > 0:
                             T.barrier_arrive(free[staged])
+                        for i in T.Parallel(ROWS):
+                            scale[i] = 0.0
+                            before[i] = 0.0
+                            if m * parts < row_slots[i]:
+                                scale[i] = T.exp2(
+                                    partial_lse[
+                                        token - window_first + i // rows_per_query,
+                                        m * parts,
+                                        head * group + i % rows_per_query,
+                                    ]
+                                    * LOG2_E
+                                    - row_max[i] * scale_log2
+                                )
+                            if m * parts + parts - 1 < row_slots[i]:
+                                before[i] = T.exp2(
+                                    partial_lse[
+                                        token - window_first + i // rows_per_query,
+                                        m * parts + parts - 1,
+                                        head * group + i % rows_per_query,
+                                    ]
+                                    * LOG2_E
+                                    - row_max[i] * scale_log2
+                                )
                         T.barrier_wait(full[at[0]], at[1])
                         for part in T.unroll(parts):
+                            if part > 0:
+                                T.copy(before, scale)
                             for i in T.Parallel(ROWS):
-                                scale[i] = 0.0
-                                if m * parts + part < row_slots[i]:
-                                    scale[i] = T.exp2(
-                                        partial_lse[
-                                            token - window_first + i // rows_per_query,
-                                            m * parts + part,
-                                            head * group + i % rows_per_query,
-                                        ]
-                                        * LOG2_E
-                                        - row_max[i] * scale_log2
-                                    )
                                 row_sum[i] = row_sum[i] + scale[i]
                             # Not `scale > 0`: a NaN has to come through.
                             for i, j in T.Parallel(ROWS, head_dim):
