@@ -15,7 +15,12 @@ from msa_tiles.ops._where import Where
 if TYPE_CHECKING:
     from msa_tiles.runtime import CallFacts
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
+PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 # What the partial results of one window of attention queries may take when the caller does not say.
 WORKSPACE_BYTES = 1 << 30

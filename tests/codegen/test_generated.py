@@ -77,7 +77,15 @@ def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
     assert recorded_digest(text) == cell["digest"] == codegen.digest_of(text, plan.dsl)
     assert "# <-" not in text
     assert "# %" not in text
-    assert plan.ci[0] == SPECS.operators[plan.op].m3
+    assert plan.ci == SPECS.operators[plan.op].variants.of(SPECS.precisions[plan.precision]).ci
+    assert plan.ci[0].items() <= SPECS.operators[plan.op].m3.items()
+
+
+def test_a_precision_without_scales_has_no_part_in_them() -> None:
+    plain, scaled = (GENERATED.files[f"tilelang/sm90/select_blocks_{name}.py"] for name in ("bf16", "fp8"))
+    for word in ("q_scale", "k_scale", "key_scales"):
+        assert word not in plain and word in scaled
+    assert "idx_q         [total_q, num_index_heads, head_dim]                         float8_e4m3fn" in scaled
 
 
 def test_every_skeleton_is_used() -> None:
