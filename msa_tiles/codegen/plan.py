@@ -37,6 +37,7 @@ class KernelPlan:
     threads_formula: Expression
     shared_memory_formula: Expression
     registers_formula: Expression | None  # None: left to the compiler
+    tensor_memory_formula: Expression | None  # None: it takes none
     expected_opcodes: tuple[str, ...]
     forbidden_opcodes: tuple[str, ...]
     variants: Mapping[str, tuple[int, ...]]
@@ -67,6 +68,10 @@ class KernelPlan:
         """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
         return int(self.registers_formula({**self.tile, **variant})) if self.registers_formula else 0
 
+    def tensor_memory(self, variant: Point) -> int:
+        """Columns of tensor memory that a block of this variant takes."""
+        return int(self.tensor_memory_formula({**self.tile, **variant})) if self.tensor_memory_formula else 0
+
     def points(self) -> Iterator[dict[str, int]]:
         """Every variant that the cell declares."""
         for values in itertools.product(*self.variants.values()):
@@ -88,6 +93,7 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
         ("threads", threads, target.threads_per_block),
         ("bytes of shared memory", plan.shared_memory(variant), target.shared_memory_per_block),
         ("registers", plan.registers(variant), target.registers_per_sm),
+        ("columns of tensor memory", plan.tensor_memory(variant), target.tensor_memory_columns),
     ):
         if amount > limit:
             return f"{amount} {what} {at} exceed the {limit} that a block can have on {target.name}"
@@ -110,6 +116,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         threads_formula=row.threads,
         shared_memory_formula=row.shared_memory,
         registers_formula=row.registers,
+        tensor_memory_formula=row.tensor_memory,
         expected_opcodes=tuple(dict.fromkeys((*kind.elements[row.compute], *copies, *row.expect))),
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
         variants=frozen({name: operator.values(name) for name in operator.variants.names}),
