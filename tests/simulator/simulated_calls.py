@@ -41,6 +41,7 @@ class Call:
     rows_behind: int = 0  # query rows that belong to no request
     pages_per_block: int = 0  # keys in pages of a pool
     positions: bool = False  # a position for every query instead of the rule
+    target: str = "sm90"
 
     def __post_init__(self) -> None:
         self.source = Source(torch.device("cpu"), self.seed, self.values)
@@ -68,14 +69,14 @@ class Call:
         return at, stored if flat else (), options
 
     def run(self, op: str, variant: Mapping[str, int], *arguments: Any) -> None:
-        simulate(kernel(op, **variant), *arguments, seed=self.seed, late=self.late)
+        simulate(kernel(op, self.target, **variant), *arguments, seed=self.seed, late=self.late)
 
 
-def kernel(op: str, **variant: int) -> Any:
+def kernel(op: str, target: str = "sm90", **variant: int) -> Any:
     """The PrimFunc of a generated kernel, built once."""
-    key = (op, *sorted(variant.items()))
+    key = (op, target, *sorted(variant.items()))
     if key not in _kernels:
-        (cell,) = (cell for cell in default_registry().of(op) if cell.dsl == "tilelang")
+        (cell,) = default_registry().select(op=op, dsl="tilelang", target=target)
         _kernels[key] = cell.function(**variant)
     return _kernels[key]
 

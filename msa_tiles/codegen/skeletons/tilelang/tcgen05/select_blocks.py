@@ -125,6 +125,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                     phase = phase ^ 1
             for i in T.Parallel(ROWS):
                 max_shared[i] = row_max[i]
+            T.sync_warp()
             key = top.forced_key(top.order_key(max_shared[tx]), block, valid, init_blocks, local_blocks)
             if block < valid:
                 top.insert(keys, ids, topk, key, block)
