@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ class Where:
     max_seqlen_k: int | None
     q_positions: Tensor | None
     k_offset: Tensor | None
+
+    @classmethod
+    def of(cls, **given: Any) -> Where:
+        """The fields that are given; the rest is None."""
+        return cls(**{**dict.fromkeys(field.name for field in fields(cls)), **given})
 
     @property
     def num_requests(self) -> int:

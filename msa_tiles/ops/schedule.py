@@ -82,20 +82,26 @@ def build_schedule(
     Without key lengths a request has as many keys as queries. Ids that are negative, past the request's keys or past
     the query's position make no edge. Runs on the device of the ids.
     """
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    return build_on("auto", block_indices, where, block_size, check)
+
+
+def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int, check: bool = False) -> Schedule:
+    """`build_schedule` by the kernel of one DSL; ``auto`` and ``reference`` are the reference for CPU tensors."""
     ids("block_indices", block_indices)
     _validate.integer("block_size", block_size, 1)
-    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    _validate.backend(backend, block_indices.device)
     where.validate(block_indices.shape[1], block_indices, "block_indices", None, check)
     if check:
-        _shard.check_offsets(where, block_size, "auto", block_indices.device)
+        _shard.check_offsets(where, block_size, backend, block_indices.device)
         _contents.check_block_indices(block_indices, where, block_size, None)
     _, total_q, topk = block_indices.shape
     window = total_q
     if block_indices.device.type == "cuda":
         window = _dispatch.attention_kernels().choose_window(block_indices)
-    edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window)
-    max_pages = 0 if page_table is None else page_table.shape[1]
-    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, k_offset is not None)
+    edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window, backend)
+    max_pages = 0 if where.page_table is None else where.page_table.shape[1]
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, where.k_offset is not None)
 
 
 def ids(name: str, value: Tensor) -> None:
@@ -105,7 +111,7 @@ def ids(name: str, value: Tensor) -> None:
 
 
 def _allocate(block_indices: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *place, block_size, window = rest
+    *place, block_size, window, _backend = rest
     where = Where(*place)
     num_kv_heads, total_q, topk = block_indices.shape
     if block_indices.device.type == "cuda":
@@ -122,7 +128,7 @@ def _allocate(block_indices: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _write(block_indices: Tensor, *rest: Any) -> None:
-    *place, block_size, window, edges, tasks, counts = rest
+    *place, block_size, window, backend, edges, tasks, counts = rest
     where = Where(*place)
     if block_indices.device.type != "cuda":
         parts = reference.build_schedule(block_indices, block_size=block_size, **where.keywords())
@@ -154,12 +160,13 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         edges=edges,
         tasks=tasks,
         counts=counts,
+        backend=backend,
     )
 
 
 _OPERATOR = _library.define(
     "build_schedule",
-    f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window",
+    f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window, str backend",
     ("edges", "tasks", "counts"),
     _allocate,
     _shard.schedule(_write),

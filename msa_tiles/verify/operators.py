@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.ops._where import Where
+from msa_tiles.ops.schedule import build_on
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, schedules
 from msa_tiles.verify.attention import rounded_error
@@ -345,9 +347,10 @@ class BuildSchedule:
         if strided:
             self.ids = spread(self.ids, TOKEN_MAJOR)
         self.block_size = dims["block_size"]
+        self.backend = backend
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        made = ops.build_schedule(self.ids, block_size=self.block_size, **self.lengths.keywords())
+        made = build_on(self.backend, self.ids, Where.of(**self.lengths.keywords()), self.block_size)
         return schedules.defined_parts(made)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:

@@ -45,7 +45,7 @@ import sys, time
 start = time.perf_counter()
 from msa_tiles.cli import main
 status = main(["generate", "--check"])
-heavy = sorted({"torch", "tilelang", "tvm", "numpy"} & set(sys.modules))
+heavy = sorted({"torch", "tilelang", "tvm", "cutlass", "numpy"} & set(sys.modules))
 print(status, heavy, time.perf_counter() - start < 10)
 """
     assert run_python(code).splitlines()[-1] == "0 [] True"
@@ -87,7 +87,9 @@ def test_every_skeleton_is_used() -> None:
 
 def test_pins_are_those_of_the_project() -> None:
     dependencies = (ROOT / "pyproject.toml").read_text()
-    assert f'"tilelang=={PINS["tilelang"]["tilelang"]}"' in dependencies
+    for pins in PINS.values():
+        for name, version in pins.items():
+            assert f'"{name}=={version}"' in dependencies
 
 
 @pytest.mark.parametrize("operator", SPECS.operators.values(), ids=lambda operator: operator.name)
@@ -130,7 +132,13 @@ class TestCommand:
 
     def test_filters(self, tmp_path: Path) -> None:
         assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0
-        assert [path.name for path in tmp_path.rglob("*.py")] == ["combine_bf16.py"]
+        written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
+        assert written == {"tilelang/sm90/combine_bf16.py", "cutedsl/sm90/combine_bf16.py"}
+
+    @pytest.mark.parametrize("dsl", PINS)
+    def test_a_filter_by_dsl(self, dsl: str, tmp_path: Path) -> None:
+        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--dsl", dsl]) == 0
+        assert [path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.py")] == [dsl]
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2

@@ -81,7 +81,7 @@ def select_blocks(
 class Attention(types.ModuleType):
     """Stands in for the module of the attention kernels."""
 
-    def build_schedule(self, facts, ids, at, *, block_size, window, **parts):
+    def build_schedule(self, facts, ids, at, *, block_size, window, backend, **parts):
         made = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
         for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
             parts[name].copy_(part)
