@@ -177,7 +177,7 @@ class SharedMemory:
             numbers[mine] = len(self._products) - 1
 
     def _spoil_products(self, places: np.ndarray, knows: np.ndarray, what: str) -> None:
-        """A write that does not know a product to be over spoils its result; which is an error once somebody uses it."""
+        """A write that does not know a product to be over spoils its result: an error once somebody uses it."""
         for agent, numbers in self._multiplied.items():
             reading = numbers[places]
             for number in np.unique(reading[reading >= 0]).tolist():

@@ -75,7 +75,9 @@ class Product:
     def __init__(self, frame: Frame, number: int, a: Box, b: Box, c: Box, transposed: tuple[bool, bool], clear: bool):
         memory = c.memory
         if not isinstance(memory, TensorMemory) or c.extent[-2] != LANES:
-            raise UnsupportedError(f"tcgen05 product into {memory.name}{c.extent}: wanted {LANES} rows of tensor memory")
+            raise UnsupportedError(
+                f"tcgen05 product into {memory.name}{c.extent}: wanted {LANES} rows of tensor memory"
+            )
         self.order = frame.cta.order
         self.number, self.a, self.b, self.transposed, self.clear = number, a, b, transposed, clear
         self.memory, self.shape = memory, c.extent[-2:]

@@ -116,7 +116,9 @@ def test_tensor_memory(  # type: ignore[no-untyped-def]
     with_source.write_audit(measured)
     parts = ALLOCATION[dsl].split("\n\t")
     (tmp_path / SOURCES[dsl]).write_text("\n\t".join(parts[:-1] + parts[-1:] * times))
-    assert complaints(other, cell.ci[0], dataclasses.replace(target, tensor_memory_columns=columns), with_source) == found
+    assert (
+        complaints(other, cell.ci[0], dataclasses.replace(target, tensor_memory_columns=columns), with_source) == found
+    )
 
 
 def test_tensor_memory_of_unknown_size_is_a_complaint(  # type: ignore[no-untyped-def]

@@ -34,30 +34,33 @@ def maxima():
             tx = T.get_thread_binding()
             if tx < 128:
                 for block in T.serial(blocks):
-                    T.barrier_wait(s_full[block % 2], (block // 2) & 1)
-                    T.copy(S[block % 2, :, :], part)
-                    T.barrier_arrive(s_free[block % 2])
+                    place = block % 2
+                    T.barrier_wait(s_full[place], (block // 2) & 1)
+                    T.copy(S[place, :, :], part)
+                    T.barrier_arrive(s_free[place])
                     T.reduce_max(part, row_max, dim=1)
                     T.copy(row_max, out[block, :])
             if tx >= 128 and tx < 160:
                 T.tma_copy(q[0:ROWS, :], Q_shared, barrier=q_full)
                 T.barrier_arrive(q_full)
                 for block in T.serial(blocks):
-                    T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
-                    T.tma_copy(
-                        k[block * BLOCK : block * BLOCK + BLOCK, :],
-                        K_shared[block % STAGES, :, :],
-                        barrier=k_full[block % STAGES],
-                    )
-                    T.barrier_arrive(k_full[block % STAGES])
+                    stage = block % STAGES
+                    first = block * BLOCK
+                    T.barrier_wait(k_free[stage], ((block // STAGES) & 1) ^ 1)
+                    T.tma_copy(k[first : first + BLOCK, :], K_shared[stage, :, :], barrier=k_full[stage])
+                    T.barrier_arrive(k_full[stage])
             if tx >= 160 and tx < 192:
                 T.barrier_wait(q_full, 0)
                 for block in T.serial(blocks):
-                    T.barrier_wait(k_full[block % STAGES], (block // STAGES) & 1)
-                    T.barrier_wait(s_free[block % 2], ((block // 2) & 1) ^ 1)
-                    T.tcgen05_gemm(Q_shared, K_shared[block % STAGES, :, :], S[block % 2, :, :], transpose_B=True, clear_accum=True, mbar=None)
-                    T.tcgen05_mma_arrive(k_free[block % STAGES])
-                    T.tcgen05_mma_arrive(s_full[block % 2])
+                    stage = block % STAGES
+                    place = block % 2
+                    T.barrier_wait(k_full[stage], (block // STAGES) & 1)
+                    T.barrier_wait(s_free[place], ((block // 2) & 1) ^ 1)
+                    T.tcgen05_gemm(
+                        Q_shared, K_shared[stage, :, :], S[place, :, :], transpose_B=True, clear_accum=True, mbar=None
+                    )
+                    T.tcgen05_mma_arrive(k_free[stage])
+                    T.tcgen05_mma_arrive(s_full[place])
             T.sync_threads()
 
     return main
