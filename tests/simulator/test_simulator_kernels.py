@@ -297,10 +297,16 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases])
-def test_a_generated_kernel_is_right(op: str, case: str) -> None:
-    call, arguments = CASES[op][case]
-    getattr(simulated_calls, op)(Call(**call), **arguments)
+CELLS = default_registry().select(dsl="tilelang")
+
+
+@pytest.mark.parametrize(
+    ("cell", "case"),
+    [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
+)
+def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
+    call, arguments = CASES[name_of(cell)][case]
+    getattr(simulated_calls, name_of(cell))(Call(**call, target=cell.target), **arguments)
 
 
 def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
@@ -317,7 +323,7 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     simulated_calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
 
 
-@pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_every_value_of_every_compile_time_dim_is_simulated(cell: Cell) -> None:
     for dim, values in cell.variants.items():
         assert {(call | arguments).get(dim, 0) for call, arguments in CASES[name_of(cell)].values()} == set(values)
