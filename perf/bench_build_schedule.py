@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
+from msa_tiles.ops._where import Where
+from msa_tiles.ops.schedule import build_on
 from perf import cases, checks, inputs
 from perf.harness import OURS, Bench, Contender, main
 from perf.timing import Call
@@ -48,8 +50,10 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
         "max_seqlen_k": case.num_k,
     }
 
+    where = Where.of(**lengths)
+
     def bind(ids: Tensor) -> Call:
-        return lambda: ops.build_schedule(ids, block_size=case["block_size"], **lengths)
+        return lambda: build_on(dsl, ids, where, case["block_size"])
 
     def bind_torch(ids: Tensor) -> Call:
         return lambda: torch_index(ids, num_blocks)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from msa_tiles import console
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.registry import Cell
 
 FILTERS = ("op", "dsl", "target", "precision")
 
@@ -22,6 +28,18 @@ def filters_of(args: argparse.Namespace) -> dict[str, str | None]:
 def filter_text(filters: Mapping[str, str | None]) -> str:
     """The filters as they were typed, for a message."""
     return " ".join(f"--{name} {value}" for name, value in filters.items() if value is not None)
+
+
+def without_missing(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells whose DSL is installed; says why those of another are left out."""
+    from msa_tiles.runtime import toolchain
+
+    cells = list(cells)
+    reasons = {dsl: toolchain.missing(dsl) for dsl in sorted({cell.dsl for cell in cells})}
+    for dsl, reason in reasons.items():
+        if reason is not None:
+            console.complain(f"the cells of {dsl} are left out: {reason}")
+    return [cell for cell in cells if reasons[cell.dsl] is None]
 
 
 def named_value(text: str) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filter_text, filters_of
+from msa_tiles.commands._options import add_filters, filter_text, filters_of, without_missing
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.cache import Entry
@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     if not cells:
         console.complain(f"msa-tiles build: no cell matches {filter_text(filters_of(args)) or 'an empty index'}")
         return 2
-    jobs, cache = ci_jobs(cells), Cache(args.cache)
+    installed = without_missing(cells)
+    if not installed:
+        return 2
+    jobs, cache = ci_jobs(installed), Cache(args.cache)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0

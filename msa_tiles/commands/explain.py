@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import inspect
 
 from msa_tiles import console
 from msa_tiles.commands._options import named_value
@@ -12,7 +14,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("explain", help="show which kernel serves a call, and why", description=__doc__)
     parser.add_argument("op", metavar="OP", help="operator, for example sparse_attention")
     parser.add_argument(
-        "--device", help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the first target)"
+        "--device",
+        help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the target with most kernels)",
     )
     parser.add_argument("--precision", default="bf16", help="precision of the call (default bf16)")
     parser.add_argument(
@@ -27,6 +30,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--feature", nargs="+", action="extend", default=[], metavar="NAME", help="what the call needs, such as paged"
     )
+    parser.add_argument(
+        "--queries", type=int, default=0, metavar="N", help="query tokens of the call (default unknown)"
+    )
     parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
     parser.set_defaults(func=run)
 
@@ -34,6 +40,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from msa_tiles.runtime import tuned
     from msa_tiles.runtime.compiler import find_compiled, variant_text
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
@@ -45,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(sorted({cell.op for cell in registry.cells}))
         console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
         return 2
-    name = args.device or ("cuda" if torch.cuda.is_available() else cells[0].target)
+    usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
+    name = args.device or ("cuda" if torch.cuda.is_available() else usual)
     if name in registry.targets:
         torch_device, device = torch.device("cuda"), target_facts(registry.targets[name])
     else:
@@ -60,12 +68,19 @@ def run(args: argparse.Namespace) -> int:
     if unknown := sorted(given.keys() - dims):
         console.complain(f"msa-tiles explain: {args.op} has no compile-time dim {unknown[0]}; it has {sorted(dims)}")
         return 2
-    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, frozenset(args.feature))
+    features = frozenset(args.feature)
+    sharded = "k_offset" in features and _takes_shards(args.op)
+    features -= {"k_offset"} if sharded else set()
+    size = tuned.bucket(args.queries) if args.queries else 0
+    model = next((cell for cell in cells if cell.precision == args.precision), cells[0])
+    call = CallFacts(args.op, torch_device, args.precision, {**model.ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
     console.say(f"{args.op} on {device}: {args.precision}, {variant_text(call.variant)}{needs}")
+    if sharded:
+        console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
         if candidate.refusal is not None:
             console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
@@ -76,5 +91,20 @@ def run(args: argparse.Namespace) -> int:
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
         return 1
+    if decision.figure is not None:
+        figure = decision.figure
+        fresh = {c.cell.id for c in decision.candidates if figure.fresh(c.cell)}
+        timed = ", ".join(
+            f"{name} {ms:.4g} ms" + ("" if name in fresh else " (another digest)") for name, ms in figure.ms.items()
+        )
+        console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
     return 0
+
+
+def _takes_shards(op: str) -> bool:
+    """Whether the operator takes k_offset; it then rewrites such calls, and no kernel needs to know of it."""
+    from msa_tiles import ops
+
+    function = getattr(ops, op, None)
+    return function is not None and "k_offset" in inspect.signature(function).parameters

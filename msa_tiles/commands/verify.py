@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filters_of
+from msa_tiles.commands._options import add_filters, filters_of, without_missing
 from msa_tiles.commands.support import is_generated
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.registry import Cell, Registry
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -50,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         for cell in registry.select(**filters_of(args))
         if cell.target == facts.target and not (args.stale and evidence.is_verified(cell, verified))
     ]
+    wanted = len(chosen)
+    chosen = without_missing(chosen)
+    if wanted and not chosen:
+        return 2
     if drifted := [cell.id for cell in chosen if not is_generated(cell)]:
         # Otherwise the evidence of one kernel would stand under the digest of another.
         console.complain(f"msa-tiles verify: edited since `msa-tiles generate` ran: {', '.join(drifted)}")
@@ -57,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")
-    # Compiled side by side first: the GPU would wait for each kernel otherwise. An operator may launch other cells too.
-    jobs = ci_jobs(registry.select(target=facts.target) if chosen else ())
+    # Compiled side by side first: the GPU would wait for each kernel otherwise.
+    jobs = ci_jobs(_launched(chosen, registry))
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
@@ -86,3 +94,16 @@ def run(args: argparse.Namespace) -> int:
         )
     console.table(rows)
     return 1 if failures else 0
+
+
+def _launched(chosen: Iterable[Cell], registry: Registry) -> list[Cell]:
+    """The cells that may run: helpers of other operators too, of another DSL where the chosen ones lack them."""
+    wanted = {(cell.target, cell.dsl) for cell in chosen}
+    served = {(cell.op, cell.target, cell.precision) for cell in registry.cells if (cell.target, cell.dsl) in wanted}
+    targets = {target for target, _ in wanted}
+    return [
+        cell
+        for cell in registry.cells
+        if cell.target in targets
+        and ((cell.target, cell.dsl) in wanted or (cell.op, cell.target, cell.precision) not in served)
+    ]

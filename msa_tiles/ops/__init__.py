@@ -10,10 +10,13 @@ Every operator takes the same keyword arguments that say where things are:
   ``k_offset``.
 - ``q_positions`` int32 [T] overrides the rule that query i of a request sits at ``len_k - len_q + i``.
 - ``k_offset`` int32 [B]: position of the first key that this call holds. Blocks keep the numbers of the whole request,
-  and the position rule then counts from that first key.
+  and the position rule then counts from that first key. Kernels need multiples of ``block_size`` (`topk_select` does
+  not): queries of other shards get NaN in scores, outputs and LSE, and ids -1; ``check=True`` refuses such a call.
 - ``check=True`` reads device contents to the host and checks them; this synchronises.
 
-``backend`` is ``auto``, ``tilelang``, ``cutedsl`` or ``reference``. Wrong arguments raise ``ValueError`` or
+``backend`` is ``auto``, ``tilelang``, ``cutedsl`` or ``reference``. A DSL that is named must have a kernel for the
+operator itself; the helpers that the operator launches on its way (a schedule, a merge) are of that DSL where it has
+them, and of another elsewhere. ``cutedsl`` needs the extra of that name. Wrong arguments raise ``ValueError`` or
 ``TypeError``; a CUDA call that no kernel serves raises `msa_tiles.runtime.NoKernelError`, a ``ValueError``.
 """
 

@@ -30,8 +30,9 @@ LOG2_E = math.log2(math.e)
 MOST_QUERIES = 4096
 WINDOW_MULTIPLE = 128
 
-# Whether calls without a schedule of their own take the hybrid kernels, and how many shared blocks a tile of
-# neighbouring queries takes at least, should its queries select so many. Each spares partial results, for products.
+# Whether calls without a schedule of their own take the hybrid kernels: on an H100 at 32K 1.5x on sticky selections and
+# 1.1x on uniform ones; off until their whole grid is verified on a GPU. FILL is how many shared blocks a tile of
+# neighbouring queries takes at least, should its queries select so many: each spares partial results, for products.
 HYBRID = False
 FILL = 0
 # Rows of a tile, the least that a query takes, and the CTAs of shared_attention that share an SM.
@@ -104,9 +105,10 @@ def build_schedule(
     edges: Tensor,
     tasks: Tensor,
     counts: Tensor,
+    backend: str = "auto",
 ) -> None:
     """Fill the tensors of a schedule."""
-    kernel = _find(facts, "auto", "build_schedule", {"block_size": block_size})
+    kernel = _find(facts, backend, "build_schedule", {"block_size": block_size})
     kernel(
         block_indices,
         where.cu_seqlens_q,
@@ -188,6 +190,7 @@ def sparse_attention(
             edges=edges,
             tasks=tasks,
             counts=counts,
+            backend=backend,
         )
     partial_out, partial_lse = _partials(workspace, q, window, topk)
     windows = edges.shape[0]
@@ -253,7 +256,8 @@ def _hybrid_attention(
         block_size=block_size,
         window=window,
     )
-    build_schedule(facts, rest, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts)
+    schedule_parts = {"edges": edges, "tasks": tasks, "counts": counts}
+    build_schedule(facts, rest, where, block_size=block_size, window=window, backend=backend, **schedule_parts)
     partial_out, partial_lse = _partials(workspace, q, window, topk)
     windows = edges.shape[0]
     claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
@@ -334,9 +338,11 @@ def combine(
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     from msa_tiles.runtime import find_kernel
 
+    helper = op != facts.op
     # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
     features = facts.features if op in (facts.op, "shared_attention") else frozenset()
-    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)
+    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return find_kernel(op, facts, backend=backend, helper=helper)
 
 
 def _partials(workspace: Tensor | None, q: Tensor, window: int, topk: int) -> tuple[Tensor, Tensor]:

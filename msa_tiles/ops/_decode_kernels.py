@@ -195,48 +195,74 @@ def _partials(workspace: Tensor | None, q: Tensor, splits: int) -> tuple[Tensor,
     return outputs.view(splits, total_q, num_q_heads, head_dim), lses.view(splits, total_q, num_q_heads)
 
 
-def step(
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A decode step ready to run on tensors of certain shapes: scores, attention that begins with the top-k, merge."""
+
+    scorer: Any
+    attender: Any
+    merger: Any
+    num_blocks: int
+    score_bytes: int
+    partial_bytes: int
+    softmax_scale: float
+    forced: tuple[int, int]
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        idx_q: Tensor,
+        idx_k: Tensor,
+        where: Where,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        block_indices: Tensor,
+    ) -> None:
+        """Fill out, lse and block_indices. Raises ValueError when the workspace is too small."""
+        total = self.score_bytes + self.partial_bytes
+        if workspace is None:
+            workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
+        elif workspace.numel() < total:
+            _validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
+        heads, tokens = idx_q.shape[1], q.shape[0]
+        scores = workspace[: 4 * heads * tokens * self.num_blocks].view(torch.float32)
+        scores = scores.view(heads, tokens, self.num_blocks)
+        at = place(where, tokens, k.shape[0], q.device)
+        score(self.scorer, idx_q, idx_k, at, True, scores)
+        partials = workspace[self.score_bytes : total] if self.partial_bytes else None
+        attend(
+            self.attender, self.merger, q, k, v, block_indices, at, scores, self.forced, self.softmax_scale, partials,
+            self.partial_bytes, out, lse,
+        )  # fmt: skip
+
+
+def prepare_step(
     facts: CallFacts,
     backend: str,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     idx_q: Tensor,
-    idx_k: Tensor,
     topk: int,
-    where: Where,
+    num_kv_heads: int,
     *,
     block_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    softmax_scale: float,
     num_blocks: int,
-    workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-) -> None:
-    """Scores, then attention that begins with the top-k, and the merge. ``facts`` are those of sparse_decode."""
-    num_kv_heads = k.shape[1]
+    softmax_scale: float,
+    forced: tuple[int, int],
+) -> Step:
+    """Find the kernels of a step and measure its workspace. ``facts`` are those of sparse_decode."""
     pages = facts.variant["pages_per_block"]
     index = {"head_dim": idx_q.shape[2], "block_size": block_size, "pages_per_block": pages}
-    scorer = _find(facts, backend, "decode_score", index)
-    attender = _find(facts, backend, "sparse_decode", facts.variant)
-    merger = _find(facts, backend, "combine", {"head_dim": q.shape[2]})
-    score_bytes, partial_bytes = step_bytes(q, idx_q, topk, num_kv_heads, num_blocks)
-    total = score_bytes + partial_bytes
-    if workspace is None:
-        workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
-    elif workspace.numel() < total:
-        _validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
-    scores = workspace[: 4 * idx_q.shape[1] * q.shape[0] * num_blocks].view(torch.float32)
-    scores = scores.view(idx_q.shape[1], q.shape[0], num_blocks)
-    at = place(where, q.shape[0], k.shape[0], q.device)
-    score(scorer, idx_q, idx_k, at, True, scores)
-    partials = workspace[score_bytes:total]
-    forced = init_blocks, local_blocks
-    attend(
-        attender, merger, q, k, v, block_indices, at, scores, forced, softmax_scale, partials, partial_bytes, out, lse
+    return Step(
+        _find(facts, backend, "decode_score", index),
+        _find(facts, backend, "sparse_decode", facts.variant),
+        _find(facts, backend, "combine", {"head_dim": q.shape[2]}),
+        num_blocks,
+        *step_bytes(q, idx_q, topk, num_kv_heads, num_blocks),
+        softmax_scale,
+        forced,
     )
 
 
@@ -245,4 +271,6 @@ def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -
 
     # Pages and positions concern the kernels that read keys; the merge reads our own buffers.
     features = frozenset() if op == "combine" else facts.features
-    return find_kernel(op, dataclasses.replace(facts, op=op, variant=variant, features=features), backend=backend)
+    helper = op != facts.op
+    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return find_kernel(op, facts, backend=backend, helper=helper)

@@ -15,7 +15,12 @@ from msa_tiles.ops._where import Where
 if TYPE_CHECKING:
     from msa_tiles.runtime import CallFacts
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
+PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 # What the partial results of one window of attention queries may take when the caller does not say.
 WORKSPACE_BYTES = 1 << 30
@@ -37,9 +42,11 @@ def call_facts(
     variant: dict[str, int],
     wide: tuple[Tensor, ...] = (),
     refusals: tuple[str, ...] = (),
+    *,
+    queries: int,
 ) -> CallFacts:
     """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time."""
-    from msa_tiles.runtime import CallFacts
+    from msa_tiles.runtime import CallFacts, tuned
 
     features = set()
     if where.page_table is not None:
@@ -50,7 +57,7 @@ def call_facts(
         features.add("k_offset")
     if not all(aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
-    return CallFacts(op, device, precision, variant, frozenset(features), refusals)
+    return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,7 +88,8 @@ def attention_kernels() -> Any:
     - ``choose_window(block_indices) -> int``: queries per window of a schedule that `ops.build_schedule` makes.
     - ``allocate_schedule(block_indices, *, num_requests, max_seqlen_k, block_size, window) -> (edges, tasks, counts)``:
       uninitialised tensors; it is the fake kernel too, so shapes follow from its arguments (some may be symbolic).
-    - ``build_schedule(facts, block_indices, where, *, block_size, window, edges, tasks, counts)``: fills the three.
+    - ``build_schedule(facts, block_indices, where, *, block_size, window, edges, tasks, counts, backend="auto")``:
+      fills the three.
     - ``sparse_attention(facts, backend, q, k, v, block_indices, where, *, block_size, softmax_scale, longest_k,
       schedule, workspace, workspace_bytes, out, lse)``: fills ``out`` and ``lse``. ``longest_k`` bounds the keys of a
       request; ``schedule`` is None or ``(edges, tasks, counts, window)``; ``workspace`` is None or the caller's uint8

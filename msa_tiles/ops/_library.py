@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +29,22 @@ class OperatorPair:
     mutated: int
 
     def functional(self, *arguments: Any) -> Any:
-        return self.compute(*arguments) if _plain(arguments) else self.registered_functional(*arguments)
+        return self.compute(*arguments) if plain(arguments) else self.registered_functional(*arguments)
 
     def mutating(self, *arguments: Any) -> None:
-        if _plain(arguments):
+        if plain(arguments):
             self.write(*arguments)
-            # What autograd saved of a buffer is stale now.
-            increment_version([value for value in arguments[-self.mutated :] if value is not None])
+            written(arguments[-self.mutated :])
         else:
             self.registered_mutating(*arguments)
 
 
-def _plain(arguments: tuple[Any, ...]) -> bool:
+def written(buffers: Sequence[Tensor | None]) -> None:
+    """Tell autograd that a call past the dispatcher wrote these: what it saved of them is stale."""
+    increment_version([buffer for buffer in buffers if buffer is not None])
+
+
+def plain(arguments: Sequence[Any]) -> bool:
     """Is this an eager call on ordinary tensors, without gradients?"""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
@@ -48,7 +52,9 @@ def _plain(arguments: tuple[Any, ...]) -> bool:
         return False
     recording = torch.is_grad_enabled()
     for value in arguments:
-        if isinstance(value, Tensor) and (type(value) not in _ORDINARY or (recording and value.requires_grad)):
+        if not isinstance(value, Tensor):
+            continue
+        if type(value) not in _ORDINARY or value.is_meta or (recording and value.requires_grad):
             return False
     return True
 

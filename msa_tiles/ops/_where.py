@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class Where:
     q_positions: Tensor | None
     k_offset: Tensor | None
 
+    @classmethod
+    def of(cls, **given: Any) -> Where:
+        """The fields that are given; the rest is None."""
+        return cls(**{**dict.fromkeys(field.name for field in fields(cls)), **given})
+
     @property
     def num_requests(self) -> int:
         return 1 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
@@ -43,6 +48,17 @@ class Where:
             self.seqused_k,
             self.max_seqlen_q,
             self.max_seqlen_k,
+            self.q_positions,
+            self.k_offset,
+        )
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors among the arguments."""
+        return (
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.page_table,
+            self.seqused_k,
             self.q_positions,
             self.k_offset,
         )
@@ -100,7 +116,8 @@ class Where:
             _validate.refuse("seqused_k", "None", "int32 [B] with page_table")
         if self.cu_seqlens_k is not None:
             _validate.refuse("cu_seqlens_k", "a tensor beside page_table", "None: seqused_k tells paged lengths")
-        if keys is not None and self.max_seqlen_k is not None:
+        # With k_offset the bound counts the keys in front of the shard too.
+        if keys is not None and self.max_seqlen_k is not None and self.k_offset is None:
             held = table.shape[1] * keys.shape[-2]
             if held < self.max_seqlen_k:
                 _validate.refuse(

@@ -63,7 +63,9 @@ def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, 
     nowhere = Where(None, None, None, None, None, None, None, None)
     precision = _dispatch.PRECISIONS[partial_out.dtype]
     variant = {"head_dim": partial_out.shape[3]}
-    facts = _dispatch.call_facts("combine", nowhere, partial_out.device, precision, variant, (partial_out,))
+    facts = _dispatch.call_facts(
+        "combine", nowhere, partial_out.device, precision, variant, (partial_out,), queries=partial_out.shape[1]
+    )
     if partial_out.numel() == 0:
         _dispatch.find_kernel(facts, backend)
         out.zero_()

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _decode_kernels, _library
+from msa_tiles.ops import _decode_kernels, _library, _shard
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
+from msa_tiles.quant import QuantizedTensor
 
 
 def decode_score(
-    idx_q: Tensor,
-    idx_k: Tensor,
+    idx_q: Tensor | QuantizedTensor,
+    idx_k: Tensor | QuantizedTensor,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -57,5 +58,9 @@ def _launch(
 
 
 _OPERATOR = _library.define(
-    "decode_score", SCHEMA, ("out",), allocate_scores, functools.partial(write_scores, "decode_score", _launch)
+    "decode_score",
+    SCHEMA,
+    ("out",),
+    allocate_scores,
+    _shard.scores(functools.partial(write_scores, "decode_score", _launch)),
 )

@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from msa_tiles.ops import _library
+from msa_tiles.ops import _library, _shard
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.topk_select import SCHEMA, allocate_chosen, launch_topk, run, topk_arguments, write_chosen
 
@@ -51,10 +51,12 @@ _OPERATOR = _library.define(
     SCHEMA,
     ("out",),
     allocate_chosen,
-    functools.partial(
-        write_chosen,
-        "decode_topk",
-        lambda topk, width: {"max_blocks": width},
-        functools.partial(launch_topk, lambda out: ()),
+    _shard.ranking(
+        functools.partial(
+            write_chosen,
+            "decode_topk",
+            lambda topk, width: {"max_blocks": width},
+            functools.partial(launch_topk, lambda out: ()),
+        )
     ),
 )

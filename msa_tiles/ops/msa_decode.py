@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _decode_kernels, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _decode_kernels, _dispatch, _library, _remember, _validate, _where
 from msa_tiles.ops._where import Where
-from msa_tiles.ops.index_score import score_arguments
+from msa_tiles.ops.index_score import NUM_BLOCKS, score_arguments
 from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors, destinations
 from msa_tiles.ops.topk_select import allocate_ids, selection
 
@@ -53,8 +53,19 @@ def msa_decode(
     The grids depend on shapes and ``max_seqlen_k`` alone, so that a captured graph serves other lengths and tables.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, None)
+    call = None
+    if not (check or workspace is None or out is None or lse is None or block_indices is None):
+        tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
+        scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
+        call = _remember.signature(tensors, scalars) if _library.plain(tensors) else None
+        step = _STEPS.get(call)
+        if step is not None:
+            step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
+            _library.written(tensors[-4:])
+            return (out, lse) if return_lse else out
     score = score_arguments(idx_q, idx_k, where, check, block_size, True, "head_major", None, None, None, backend)
     attention_tensors(q, k, v, where, block_size)
+    _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     if idx_q.shape[0] != q.shape[0]:
         _validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
     if idx_k.shape[:-1] != (k.shape[:1] if page_table is None else (k.shape[0], k.shape[2])):
@@ -74,7 +85,7 @@ def msa_decode(
         init_blocks,
         local_blocks,
         _validate.softmax_scale(softmax_scale, q.shape[2]),
-        score[-2],
+        score[NUM_BLOCKS],
         backend,
     )
     if out is None and lse is None and block_indices is None and workspace is None:
@@ -89,6 +100,9 @@ def msa_decode(
         shape = [num_kv_heads, q.shape[0], topk]
         _validate.destination("block_indices", block_indices, shape, "[Hkv, T, topk]", torch.int32, q, "q")
     _OPERATOR.mutating(*arguments, out, lse, block_indices, workspace)
+    on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[NUM_BLOCKS])
+    if call is not None and on_kernels:
+        _STEPS.keep(call, _prepare(*arguments))
     return (out, lse) if return_lse else out
 
 
@@ -149,6 +163,26 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
         out.copy_(result)
         lse.copy_(result_lse)
         return
+    step = _prepare(q, k, v, idx_q, idx_k, topk, *place, *rest[:6])
+    if _empty(q, k, idx_q, where, num_blocks):
+        out.zero_()
+        lse.fill_(-torch.inf)
+        block_indices.fill_(-1)
+        return
+    step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
+
+
+def _empty(q: Tensor, k: Tensor, idx_q: Tensor, where: Where, num_blocks: int) -> bool:
+    """Is there nothing to launch kernels for?"""
+    return num_blocks == 0 or where.num_requests == 0 or 0 in (q.numel(), k.numel(), idx_q.numel())
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any
+) -> _decode_kernels.Step:
+    """The kernels of a validated call; the arguments of the schema."""
+    block_size, init_blocks, local_blocks, scale, num_blocks, backend = rest[8:]
+    where = Where(*rest[:8])
     facts = _dispatch.call_facts(
         "sparse_decode",
         where,
@@ -163,36 +197,25 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
         },
         (q, k, v, idx_q, idx_k),
         _dispatch.broken_rules("decode_topk", topk=topk, max_blocks=num_blocks)
+        + _dispatch.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
         + _dispatch.oversized_table(where, block_size),
+        queries=q.shape[0],
     )
-    if q.numel() == 0 or k.numel() == 0 or idx_q.numel() == 0 or num_blocks == 0 or where.num_requests == 0:
-        _dispatch.find_kernel(facts, backend)
-        out.zero_()
-        lse.fill_(-torch.inf)
-        block_indices.fill_(-1)
-        return
-    _decode_kernels.step(
+    return _decode_kernels.prepare_step(
         facts,
         backend,
         q,
-        k,
-        v,
         idx_q,
-        idx_k,
         topk,
-        where,
+        k.shape[1],
         block_size=block_size,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
-        softmax_scale=scale,
         num_blocks=num_blocks,
-        workspace=workspace,
-        out=out,
-        lse=lse,
-        block_indices=block_indices,
+        softmax_scale=scale,
+        forced=(init_blocks, local_blocks),
     )
 
 
+_STEPS: _remember.Remembered[_decode_kernels.Step] = _remember.Remembered()
 _OPERATOR = _library.define(
     "msa_decode",
     f"Tensor q, Tensor k, Tensor v, Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt block_size, "

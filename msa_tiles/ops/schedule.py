@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 
@@ -21,7 +21,7 @@ class Schedule:
     [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
     the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
     generated kernels say. ``max_pages`` is the width of the page table in which the rows of keys were counted, 0 for
-    flat keys.
+    flat keys; ``sharded`` tells whether they were counted from a ``k_offset``.
     """
 
     edges: Tensor
@@ -32,12 +32,13 @@ class Schedule:
     block_size: int
     total_q: int
     max_pages: int = 0
+    sharded: bool = False
 
     @property
     def num_kv_heads(self) -> int:
         return self.edges.shape[1]
 
-    def validate(self, block_indices: Tensor, block_size: int, page_table: Tensor | None) -> None:
+    def validate(self, block_indices: Tensor, block_size: int, where: Where) -> None:
         """Refuse a schedule that was made for other ids or pages than these, as far as shapes tell."""
         num_kv_heads, total_q, topk = block_indices.shape
         _validate.same_device("schedule", self.edges, block_indices, "block_indices")
@@ -50,9 +51,12 @@ class Schedule:
                 f"{{}} {names}".format(num_kv_heads, total_q, topk, block_size),
             )
 
-        max_pages = 0 if page_table is None else page_table.shape[1]
+        max_pages = 0 if where.page_table is None else where.page_table.shape[1]
         if self.max_pages != max_pages:
             _validate.refuse("schedule", f"one for {_pages(self.max_pages)}", _pages(max_pages))
+        if self.sharded != (where.k_offset is not None):
+            how = "with" if self.sharded else "without"
+            _validate.refuse("schedule", f"one made {how} k_offset", "one made of the arguments of this call")
 
 
 def _pages(max_pages: int) -> str:
@@ -78,19 +82,26 @@ def build_schedule(
     Without key lengths a request has as many keys as queries. Ids that are negative, past the request's keys or past
     the query's position make no edge. Runs on the device of the ids.
     """
+    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    return build_on("auto", block_indices, where, block_size, check)
+
+
+def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int, check: bool = False) -> Schedule:
+    """`build_schedule` by the kernel of one DSL; ``auto`` and ``reference`` are the reference for CPU tensors."""
     ids("block_indices", block_indices)
     _validate.integer("block_size", block_size, 1)
-    where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    _validate.backend(backend, block_indices.device)
     where.validate(block_indices.shape[1], block_indices, "block_indices", None, check)
     if check:
+        _shard.check_offsets(where, block_size, backend, block_indices.device)
         _contents.check_block_indices(block_indices, where, block_size, None)
     _, total_q, topk = block_indices.shape
     window = total_q
     if block_indices.device.type == "cuda":
         window = _dispatch.attention_kernels().choose_window(block_indices)
-    edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window)
-    max_pages = 0 if page_table is None else page_table.shape[1]
-    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages)
+    edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window, backend)
+    max_pages = 0 if where.page_table is None else where.page_table.shape[1]
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, where.k_offset is not None)
 
 
 def ids(name: str, value: Tensor) -> None:
@@ -100,7 +111,7 @@ def ids(name: str, value: Tensor) -> None:
 
 
 def _allocate(block_indices: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *place, block_size, window = rest
+    *place, block_size, window, _backend = rest
     where = Where(*place)
     num_kv_heads, total_q, topk = block_indices.shape
     if block_indices.device.type == "cuda":
@@ -117,7 +128,7 @@ def _allocate(block_indices: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _write(block_indices: Tensor, *rest: Any) -> None:
-    *place, block_size, window, edges, tasks, counts = rest
+    *place, block_size, window, backend, edges, tasks, counts = rest
     where = Where(*place)
     if block_indices.device.type != "cuda":
         parts = reference.build_schedule(block_indices, block_size=block_size, **where.keywords())
@@ -129,7 +140,13 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
     refusals += _dispatch.oversized_table(where, block_size)
     # Paged keys matter to the attention kernel; the reverse index only names their rows.
     facts = _dispatch.call_facts(
-        "build_schedule", where.without_pages(), block_indices.device, "bf16", variant, refusals=refusals
+        "build_schedule",
+        where.without_pages(),
+        block_indices.device,
+        "bf16",
+        variant,
+        refusals=refusals,
+        queries=block_indices.shape[1],
     )
     if block_indices.numel() == 0 or where.num_requests == 0:
         counts.zero_()
@@ -143,13 +160,14 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         edges=edges,
         tasks=tasks,
         counts=counts,
+        backend=backend,
     )
 
 
 _OPERATOR = _library.define(
     "build_schedule",
-    f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window",
+    f"Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, SymInt window, str backend",
     ("edges", "tasks", "counts"),
     _allocate,
-    _write,
+    _shard.schedule(_write),
 )

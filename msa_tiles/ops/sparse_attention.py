@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 
@@ -88,12 +88,13 @@ def attention_arguments(
     _validate.backend(backend, q.device)
     where.validate(total_q, q, "q", k, check)
     if check:
+        _shard.check_offsets(where, block_size, backend, q.device)
         _contents.check_block_indices(block_indices, where, block_size, k)
     parts: tuple[Any, ...] = (None, None, None, 0)
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-        schedule.validate(block_indices, block_size, where.page_table)
+        schedule.validate(block_indices, block_size, where)
         parts = (schedule.edges, schedule.tasks, schedule.counts, schedule.window)
     scratch, scratch_bytes = _workspace(workspace, q)
     scale = _validate.softmax_scale(softmax_scale, head_dim)
@@ -210,6 +211,7 @@ def write_attention(
         (q, k, v),
         _dispatch.broken_rules("sparse_attention", topk=block_indices.shape[2])
         + _dispatch.oversized_table(where, block_size),
+        queries=q.shape[0],
     )
     if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
         _dispatch.find_kernel(facts, backend)
@@ -260,6 +262,6 @@ _OPERATOR = _library.define(
     SCHEMA,
     ("out", "lse"),
     allocate_attention,
-    functools.partial(write_attention, "sparse_attention", {}, _launch),
+    _shard.attention(functools.partial(write_attention, "sparse_attention", {}, _launch)),
     scratch="workspace",
 )

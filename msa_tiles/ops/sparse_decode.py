@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from msa_tiles.ops import _decode_kernels, _library, _validate
+from msa_tiles.ops import _decode_kernels, _library, _shard, _validate
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 from msa_tiles.ops.sparse_attention import SCHEMA, allocate_attention, attention_arguments, run, write_attention
@@ -61,6 +61,8 @@ _OPERATOR = _library.define(
     SCHEMA,
     ("out", "lse"),
     allocate_attention,
-    functools.partial(write_attention, "sparse_decode", {"scored_blocks": 0}, _decode_kernels.sparse_decode),
+    _shard.attention(
+        functools.partial(write_attention, "sparse_decode", {"scored_blocks": 0}, _decode_kernels.sparse_decode)
+    ),
     scratch="workspace",
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 
 Launch = Callable[..., None]
@@ -198,6 +198,7 @@ def write_chosen(
         "bf16",
         variant(topk, score.shape[2]),
         refusals=refusals,
+        queries=score.shape[1],
     )
     kernel = _dispatch.find_kernel(facts, backend)
     if out.numel() == 0:
@@ -258,10 +259,12 @@ _OPERATOR = _library.define(
     SCHEMA,
     ("out",),
     allocate_chosen,
-    functools.partial(
-        write_chosen,
-        "topk_select",
-        lambda topk, width: {"topk": topk},
-        functools.partial(launch_topk, lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),)),
+    _shard.ranking(
+        functools.partial(
+            write_chosen,
+            "topk_select",
+            lambda topk, width: {"topk": topk},
+            functools.partial(launch_topk, lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),)),
+        )
     ),
 )

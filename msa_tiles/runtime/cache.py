@@ -1,8 +1,9 @@
 """The disk cache of compiled kernels.
 
-Layout: `<root>/<cell id>/<key>-<nvcc version>/{kernel.so, kernel.cubin, kernel.cu, meta.json}` and, once audited,
-`audit.json`. Entries are staged beside their place and renamed into it, so a reader sees a whole entry or none.
-`meta.json` carries the sha256 of each file: an entry that does not match is treated as absent and replaced.
+Layout: `<root>/<cell id>/<key>-<compiler version>/{kernel.so, kernel.cubin, kernel.cu, meta.json}`, with `kernel.ptx`
+in place of `kernel.cu` where the DSL generates that, and, once audited, `audit.json`. Entries are staged beside their
+place and renamed into it, so a reader sees a whole entry or none. `meta.json` carries the sha256 of each file: an entry
+that does not match is treated as absent and replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-LIBRARY, CUBIN, SOURCE, META, AUDIT = "kernel.so", "kernel.cubin", "kernel.cu", "meta.json", "audit.json"
-_HASHED = (LIBRARY, CUBIN, SOURCE)
+LIBRARY, CUBIN, META, AUDIT = "kernel.so", "kernel.cubin", "meta.json", "audit.json"
+SOURCES = {"tilelang": "kernel.cu", "cutedsl": "kernel.ptx"}  # what a DSL generates, for readers
 
 
 def default_root() -> Path:
@@ -66,15 +67,15 @@ class Cache:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else default_root()
 
-    def load(self, cell_id: str, key: str, nvcc: str | None) -> Entry | None:
+    def load(self, cell_id: str, key: str, compiler: str | None) -> Entry | None:
         """The entry of `key`, or None.
 
-        Without an nvcc on this machine any version's entry will do, the latest one first: prebuilt kernels must run
+        Without a compiler on this machine any version's entry will do, the latest one first: prebuilt kernels must run
         where nothing can be compiled.
         """
         parent = self.root / cell_id
-        if nvcc is not None:
-            return _read(parent / f"{key}-{nvcc}")
+        if compiler is not None:
+            return _read(parent / f"{key}-{compiler}")
         found = sorted(parent.glob(f"{key}-*"), key=lambda path: _version(path.name), reverse=True)
         return next((entry for entry in map(_read, found) if entry is not None), None)
 
@@ -98,12 +99,12 @@ class Cache:
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    def publish(self, cell_id: str, key: str, nvcc: str, staged: Path, meta: Mapping[str, Any]) -> Entry:
+    def publish(self, cell_id: str, key: str, compiler: str, staged: Path, meta: Mapping[str, Any]) -> Entry:
         """Move a staged directory into its place. The caller holds the key's lock."""
-        hashes = {name: _sha256(staged / name) for name in _HASHED}
+        hashes = {path.name: _sha256(path) for path in sorted(staged.iterdir())}
         document = {**meta, "format": FORMAT, "sha256": hashes}
         (staged / META).write_text(json.dumps(document, indent=1, sort_keys=True))
-        place = self.root / cell_id / f"{key}-{nvcc}"
+        place = self.root / cell_id / f"{key}-{compiler}"
         if place.exists():
             # Only a corrupt entry can stand here; rename it away first, for a directory cannot be replaced in one step.
             discarded = staged.with_name(staged.name + "-old")
@@ -129,7 +130,8 @@ class Cache:
 def _read(directory: Path) -> Entry | None:
     try:
         meta = json.loads((directory / META).read_text())
-        if meta["format"] != FORMAT or any(_sha256(directory / name) != meta["sha256"][name] for name in _HASHED):
+        hashes = {LIBRARY: None, CUBIN: None, **meta["sha256"]}
+        if meta["format"] != FORMAT or any(_sha256(directory / name) != known for name, known in hashes.items()):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

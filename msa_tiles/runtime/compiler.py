@@ -1,10 +1,14 @@
-"""Compile one variant of one cell for its target. No GPU is needed, only nvcc and a C compiler."""
+"""Compile one variant of one cell for its target. No GPU is needed, only a C compiler and, for TileLang, nvcc."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
+import re
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +17,7 @@ from typing import Any
 
 from msa_tiles.errors import ToolError
 from msa_tiles.runtime import toolchain
-from msa_tiles.runtime.cache import CUBIN, LIBRARY, SOURCE, Cache, Entry
+from msa_tiles.runtime.cache import CUBIN, LIBRARY, SOURCES, Cache, Entry
 from msa_tiles.runtime.registry import Cell
 
 # Skeletons assign warp roles and fence their own pipelines; bounds are theirs to check as well. Fast math would turn
@@ -24,7 +28,11 @@ PASS_CONFIGS: Mapping[str, Any] = {
     "tl.disable_safe_memory_legalize": True,
 }
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
-_state = threading.Lock()  # guards the counter, and TileLang's process-wide callback while a kernel compiles
+_CUTEDSL_OPTIONS = "--enable-tvm-ffi"
+# What CuTe DSL hands to the launch: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
+_CUTEDSL_LAUNCH = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+# Guards the counter and what is the whole process's while a kernel compiles: TileLang's callback, CuTe DSL's settings.
+_state = threading.Lock()
 _compiled = 0
 
 
@@ -38,52 +46,53 @@ def compile_count() -> int:
 
 
 def cache_key(cell: Cell, variant: Mapping[str, int], arch: str) -> str:
-    """What code generation depends on, except nvcc: see `Cache.load` for why that stands beside the key."""
+    """What code generation depends on, except the compiler: see `Cache.load` for why that stands beside the key."""
     document = {
         "digest": cell.digest,
         "source": cell.source_hash(),
         "function": cell.op,
         "variant": dict(sorted(variant.items())),
         "arch": arch,
-        "pass_configs": dict(PASS_CONFIGS),
-        "generators": toolchain.generator_versions(),
+        **_SETTINGS[cell.dsl],
+        "generators": toolchain.generator_versions(cell.dsl),
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def find_compiled(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry | None:
     """The cache entry of a variant, or None when it has not been compiled."""
-    return (cache or Cache()).load(cell.id, cache_key(cell, variant, arch), toolchain.nvcc_version())
+    return (cache or Cache()).load(cell.id, cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl))
 
 
 def compile_variant(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry:
     """The cache entry of a variant, compiled first when the cache lacks it.
 
-    Raises CompileError when the kernel does not compile, ToolchainError when there is no nvcc to compile it.
+    Raises CompileError when the kernel does not compile, ToolchainError when there is nothing to compile it with.
     """
     cache = cache or Cache()
-    key, nvcc = cache_key(cell, variant, arch), toolchain.nvcc_version()
-    entry = cache.load(cell.id, key, nvcc)
+    key, version = cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl)
+    entry = cache.load(cell.id, key, version)
     if entry is not None:
         return entry
-    toolchain.require_nvcc()
-    assert nvcc is not None
+    toolchain.require_compiler(cell.dsl)
+    assert version is not None
     with cache.lock(cell.id, key):
-        entry = cache.load(cell.id, key, nvcc)  # another process may have compiled it while this one waited
+        entry = cache.load(cell.id, key, version)  # another process may have compiled it while this one waited
         if entry is not None:
             return entry
         with cache.stage(cell.id) as staged:
             start = time.perf_counter()
             meta = _COMPILERS[cell.dsl](cell, variant, arch, staged)
+            versions = {**dict(toolchain.generator_versions(cell.dsl)), _COMPILER_NAMES[cell.dsl]: version}
             meta |= {
                 "cell": cell.id,
                 "digest": cell.digest,
                 "variant": dict(variant),
                 "arch": arch,
-                "versions": {**dict(toolchain.generator_versions()), "nvcc": nvcc},
+                "versions": versions,
                 "seconds": round(time.perf_counter() - start, 2),
             }
-            return cache.publish(cell.id, key, nvcc, staged, meta)
+            return cache.publish(cell.id, key, version, staged, meta)
 
 
 def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
@@ -106,14 +115,93 @@ def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -
     if len(cubins) != 1:
         raise CompileError(f"{where}: {len(cubins)} device images came out, wanted one")
     (staged / CUBIN).write_bytes(cubins[0])
-    (staged / SOURCE).write_text(artifact.kernel_source)
+    (staged / SOURCES["tilelang"]).write_text(artifact.kernel_source)
     return {
         "function": str(kernel.attrs["global_symbol"]),
         "kernels": {str(name.name_hint): _launch(function) for name, function in artifact.device_mod.functions.items()},
     }
 
 
-_COMPILERS: dict[str, Callable[[Cell, Mapping[str, int], str, Path], dict[str, Any]]] = {"tilelang": _tilelang}
+def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
+    """The host code comes as an object file. It is linked here, so that loading it takes neither the DSL nor a linker.
+
+    Undefined in the library are the functions of TVM-FFI and of CuTe DSL's runtime, which `launch` makes visible.
+    """
+    global _compiled
+    from cutlass import cute
+
+    where = f"{cell.id} {variant_text(variant)}"
+    name = "_".join([cell.op, *map(str, variant.values())])  # the library's only symbol, so that no two are alike
+    with _state, _cutedsl_arch(arch), tempfile.TemporaryDirectory() as scratch:
+        _compiled += 1
+        options = f"{_CUTEDSL_OPTIONS} --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {scratch}"
+        try:
+            entry, arguments = cell.function(**variant)
+            compiled = cute.compile(entry, *arguments, options=options)
+            compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
+        except Exception as error:
+            raise CompileError(f"{where}: {error}") from error
+        _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
+        (staged / CUBIN).write_bytes(compiled.__cubin__)
+        (staged / SOURCES["cutedsl"]).write_text(compiled.__ptx__)
+        launches = _cutedsl_launches(compiled.__ptx__, str(compiled.ir_module))
+    if len(launches) != 1:
+        raise CompileError(f"{where}: {len(launches)} launches of constant size came out, wanted one")
+    return {"function": name, "kernels": launches}
+
+
+def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:
+    """Threads and dynamic shared memory in bytes of the kernel that the host code launches.
+
+    Empty when there are several kernels or launches, or when one of the sizes is known at run time only.
+    """
+    names = re.findall(r"\.entry (\w+)", ptx)
+    blocks = re.findall(r"\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", ptx)
+    slot = rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {re.escape(_CUTEDSL_LAUNCH)}"
+    sizes = []
+    for function in host.split("llvm.func @"):
+        for place in re.findall(slot, function):
+            for value in re.findall(rf"llvm\.store (%\d+), {place} : i64", function):
+                sizes += re.findall(rf"{value} = llvm\.mlir\.constant\((\d+) : i64\)", function)
+    if not len(names) == len(blocks) == len(sizes) == 1:
+        return {}
+    threads = math.prod(int(extent or 1) for extent in blocks[0])
+    return {names[0]: {"threads": threads, "dynamic_shared_memory": int(sizes[0])}}
+
+
+def _link(object_file: Path, library: Path, where: str) -> None:
+    command = [str(toolchain.find_linker()), "-shared", "-o", str(library), str(object_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{where}: `{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+
+
+@contextlib.contextmanager
+def _cutedsl_arch(arch: str) -> Iterator[None]:
+    """Part of the DSL asks its settings for the architecture, whatever a compilation's options say.
+
+    They hold what CUTE_DSL_ARCH was when the DSL was imported, or else that of the GPU.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings: Any = CuTeDSL._get_dsl().envar
+    before = settings._arch
+    settings.arch = arch
+    try:
+        yield
+    finally:
+        settings.arch = before
+
+
+_COMPILERS: dict[str, Callable[[Cell, Mapping[str, int], str, Path], dict[str, Any]]] = {
+    "tilelang": _tilelang,
+    "cutedsl": _cutedsl,
+}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "tilelang": {"pass_configs": dict(PASS_CONFIGS)},
+    "cutedsl": {"options": _CUTEDSL_OPTIONS},
+}
+_COMPILER_NAMES = {"tilelang": "nvcc", "cutedsl": "compiler"}
 
 
 def _launch(function: Any) -> dict[str, int]:

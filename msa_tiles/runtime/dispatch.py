@@ -1,7 +1,12 @@
 """The one place where a kernel is chosen.
 
 Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
-run. Of those that accept, the first one of the index runs.
+run. Of those that accept, the one runs that was measured to be the fastest at the call's size, as committed by
+`msa-tiles tune`; without figures, one of the DSL that stands first in `DSLS`. `backend` names a DSL instead.
+
+Some calls launch kernels of other operators on their way: sparse_attention builds a schedule and merges partial
+results. `backend` holds for these helpers too, where that DSL has a kernel that serves them; elsewhere any DSL's will
+do, for all agree on the tensors in between.
 """
 
 from __future__ import annotations
@@ -9,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msa_tiles.runtime import toolchain, tuned
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
+from msa_tiles.spec.model import DSLS
 
-BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
+BACKENDS = ("auto", *DSLS, "reference")
 
 
 class NoKernelError(ValueError):
@@ -32,12 +39,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Every candidate, and the one that runs (None when all refuse)."""
+    """Every candidate, the one that runs (None when all refuse), and the measurement that was looked at, if any."""
 
     call: CallFacts
     device: DeviceFacts
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
+    figure: tuned.Figure | None = None
 
     def complaint(self) -> str:
         """The text of NoKernelError for this decision."""
@@ -53,7 +61,11 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     """Ask every cell of the operator."""
     candidates = tuple(_ask(cell, call, device, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
-    return Decision(call, device, candidates, accepting[0] if accepting else None)
+    figure = None
+    if device.target is not None:
+        figure = tuned.nearest(tuned.figures_of(registry.directory), call.op, device.target, call.precision, call.size)
+    chosen = min(accepting, key=lambda candidate: tuned.preference(candidate.cell, figure), default=None)
+    return Decision(call, device, candidates, chosen, figure)
 
 
 def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
@@ -92,7 +104,7 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Cand
     elif call.refusals:
         refusal = "; ".join(call.refusals)
     else:
-        refusal = None
+        refusal = toolchain.missing(cell.dsl)
     return Candidate(cell, variant, refusal)
 
 
@@ -103,27 +115,33 @@ def _one_of(values: tuple[int, ...]) -> str:
 _kernels: dict[tuple, Kernel] = {}
 
 
-def find_kernel(op: str, facts: CallFacts, backend: str = "auto") -> Kernel:
+def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> Kernel:
     """The kernel that serves a call, compiled on first use and kept for the life of the process.
+
+    A `helper` is a kernel that another operator's call launches on its way: `backend` is a preference there.
 
     Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
     compiled here.
     """
-    key = (op, facts.device, facts.precision, tuple(facts.variant.items()), facts.features, facts.refusals, backend)
+    dims = tuple(facts.variant.items())
+    key = (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size, backend, helper)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = _find(op, facts, backend)
+        kernel = _kernels[key] = _find(op, facts, backend, helper)
     return kernel
 
 
-def _find(op: str, facts: CallFacts, backend: str) -> Kernel:
+def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     if facts.op != op:
         raise ValueError(f"facts are of {facts.op!r}, wanted {op!r}")
     if backend not in BACKENDS or backend == "reference":
         kernels = ", ".join(repr(name) for name in BACKENDS if name != "reference")
         raise ValueError(f"backend is {backend!r}, wanted one of {kernels} for a kernel")
     registry = default_registry()
-    decision = decide(facts, device_facts(facts.device, registry.targets.values()), registry, backend)
+    device = device_facts(facts.device, registry.targets.values())
+    decision = decide(facts, device, registry, backend)
+    if decision.chosen is None and helper:
+        decision = decide(facts, device, registry)
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant

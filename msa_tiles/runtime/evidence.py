@@ -22,8 +22,11 @@ def is_compiled(cell: Cell, target: Target, cache: Cache | None = None) -> bool:
 
 
 def is_simulated(cell: Cell, root: Path | None = None) -> bool:
-    """Whether every simulator case of the cell passed on this machine, with the digest that the cell has now."""
-    return _simulated_mark(cell, root).is_file()
+    """Whether every simulator case of the cell passed on this machine, with the digest that the cell has now.
+
+    Only TileLang kernels can be simulated.
+    """
+    return cell.dsl == "tilelang" and _simulated_mark(cell, root).is_file()
 
 
 def mark_simulated(cell: Cell, root: Path | None = None) -> None:

@@ -29,7 +29,8 @@ class CallFacts:
     """One call, reduced to what decides which kernel serves it.
 
     `variant` holds the call's value for every compile-time dim of the operator. `features` names what the call needs
-    beyond flat tensors (`paged`, `q_positions`). `refusals` are reasons for which no kernel at all can serve it.
+    beyond flat tensors (`paged`, `q_positions`). `refusals` are reasons for which no kernel at all can serve it. `size`
+    is the bucket of its number of queries (see `msa_tiles.runtime.tuned`), 0 when nobody said.
     """
 
     op: str
@@ -38,6 +39,7 @@ class CallFacts:
     variant: Mapping[str, int]
     features: frozenset[str] = field(default_factory=frozenset)
     refusals: tuple[str, ...] = ()
+    size: int = 0
 
 
 def device_facts(device: torch.device, targets: Iterable[Target]) -> DeviceFacts:

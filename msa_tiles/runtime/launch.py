@@ -3,6 +3,9 @@
 TVM-FFI asks torch for the current stream of the first CUDA tensor's device on every call and launches there, so a
 kernel follows `torch.cuda.stream` and graph capture by itself. The generated host code sets the device of its tensors
 and does not set it back, which is why a call from another current device is guarded here.
+
+Kernels of every DSL are shared libraries with a TVM-FFI function. They name no library of their own, so the runtime of
+their DSL is made visible before; neither DSL is imported for that.
 """
 
 from __future__ import annotations
@@ -45,16 +48,20 @@ class Kernel:
 
 
 def load_function(entry: Entry) -> Any:
-    """The TVM-FFI function of a cache entry."""
-    _load_loader()
+    """The TVM-FFI function of a cache entry.
+
+    Raises ToolchainError when the runtime of its DSL is not installed.
+    """
+    _load_runtime(entry.meta["cell"].split(".")[1])
     return tvm_ffi.load_module(str(entry.library))[entry.meta["function"]]
 
 
-@functools.lru_cache(maxsize=1)
-def _load_loader() -> None:
-    """Register the loader of CUDA modules and the TMA descriptor functions, which TVM-FFI alone does not have.
+@functools.lru_cache(maxsize=2)
+def _load_runtime(dsl: str) -> None:
+    """Make what compiled kernels of a DSL call visible to everything loaded later.
 
-    A compiled kernel names no library of its own: the runtime's symbols must be visible to everything loaded later.
+    TileLang's are the loader of CUDA modules and the TMA descriptor functions, CuTe DSL's the launch itself.
     """
-    for library in toolchain.tilelang_libraries():
+    libraries = toolchain.tilelang_libraries() if dsl == "tilelang" else (toolchain.cutedsl_runtime(),)
+    for library in libraries:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -1,11 +1,13 @@
 """Where the compilers and disassemblers are, and which versions they have.
 
-nvcc comes from CUDA_HOME or CUDA_PATH, from PATH, or from the wheels of the `cuda` extra, in that order, which is also
-the order in which TileLang looks. The disassemblers come from their wheels or from PATH.
+nvcc, which TileLang needs, comes from CUDA_HOME or CUDA_PATH, from PATH, or from the wheels of the `cuda` extra, in
+that order, which is also the order in which TileLang looks. CuTe DSL brings a compiler of its own, one for each CUDA
+series that it is installed for. The disassemblers come from their wheels or from PATH.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -18,7 +20,9 @@ from pathlib import Path
 
 from msa_tiles.errors import ToolError
 
-CODE_GENERATORS = ("tilelang", "apache-tvm-ffi")
+# Distributions that turn a kernel into device code and host code, by DSL; the first one is the DSL itself.
+CODE_GENERATORS = {"tilelang": ("tilelang", "apache-tvm-ffi"), "cutedsl": ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+_CUTEDSL_RUNTIME = "libcute_dsl_runtime.so"
 
 
 class ToolchainError(ToolError):
@@ -84,10 +88,61 @@ def nvcc_version() -> str | None:
     return None if nvcc is None else _version_of(nvcc, nvcc.stat().st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=1)
-def generator_versions() -> tuple[tuple[str, str], ...]:
-    """(distribution, installed version) of the Python packages that turn a kernel into CUDA source and host code."""
-    return tuple((name, importlib.metadata.version(name)) for name in CODE_GENERATORS)
+@functools.lru_cache(maxsize=8)
+def generator_versions(dsl: str) -> tuple[tuple[str, str], ...]:
+    """(distribution, installed version) of the Python packages that turn a kernel into device code and host code.
+
+    The version of a package that is not installed is empty.
+    """
+    return tuple((name, _installed(name)) for name in CODE_GENERATORS[dsl])
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def missing(dsl: str) -> str | None:
+    """Why kernels of this DSL cannot run here, as a sentence, or None. TileLang is a dependency, CuTe DSL an extra."""
+    if dsl == "cutedsl":
+        try:
+            cutedsl_runtime()
+        except ToolchainError as error:
+            return str(error)
+    return None
+
+
+def compiler_version(dsl: str) -> str | None:
+    """Version of what compiles the DSL's device code, or None when it is not here.
+
+    `13.0.88` of nvcc for TileLang; for CuTe DSL its own version and the CUDA series of its compiler, `4.8.1.cu12`.
+    """
+    if dsl == "tilelang":
+        return nvcc_version()
+    return None if missing(dsl) else f"{_installed('nvidia-cutlass-dsl')}.{cutedsl_runtime().parent.parent.name}"
+
+
+def require_compiler(dsl: str) -> None:
+    """Raise ToolchainError when there is nothing to compile the DSL's kernels with."""
+    if dsl == "tilelang":
+        require_nvcc()
+        return
+    if reason := missing(dsl):
+        raise ToolchainError(reason)
+    find_linker()
+
+
+def find_linker() -> Path:
+    """Path of the C compiler that makes a shared library of an object file.
+
+    Raises ToolchainError when there is none.
+    """
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return Path(found)
+    raise ToolchainError("compiling a CuTe DSL kernel needs a C compiler to link it: install gcc or set CC")
 
 
 def find_disassembler(name: str) -> Path:
@@ -119,3 +174,39 @@ def tilelang_libraries() -> tuple[Path, ...]:
         if not library.exists():
             raise ToolchainError(f"the installed tilelang has no {library}; reinstall it")
     return libraries
+
+
+@functools.lru_cache(maxsize=1)
+def cutedsl_runtime() -> Path:
+    """CuTe DSL's runtime library, of the CUDA series that the DSL itself would take: the newest that the driver runs.
+
+    Loading it takes milliseconds, importing the DSL over a second.
+
+    Raises ToolchainError when CuTe DSL is not installed, or for no series that the driver runs.
+    """
+    if not _installed("nvidia-cutlass-dsl"):
+        raise ToolchainError(
+            "a CuTe DSL kernel needs nvidia-cutlass-dsl, which is not installed: `pip install 'msa-tiles[cutedsl]'`"
+        )
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    places = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
+    found = {int(path.parts[-3][2:]): path for place in places for path in place.glob(f"cu*/lib/{_CUTEDSL_RUNTIME}")}
+    driver = _driver_series()
+    fitting = [series for series in found if driver is None or series <= driver]
+    if not fitting:
+        series = ", ".join(f"cu{number}" for number in sorted(found)) or "none"
+        raise ToolchainError(
+            f"a CuTe DSL kernel needs a runtime library for the driver, which runs up to cu{driver}: "
+            f"the installed nvidia-cutlass-dsl has {series}"
+        )
+    return found[max(fitting)]
+
+
+def _driver_series() -> int | None:
+    """Major CUDA version that the driver runs, or None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000

@@ -1,4 +1,7 @@
-"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows."""
+"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows.
+
+Products are summed in float32, whatever the operands: the tensor cores keep fewer bits of sums of e4m3.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,18 @@ NEVER = np.iinfo(np.int32).max
 class Wgmma:
     """One issued product C = A B, or C += A B; a commit group of its own."""
 
+    hint = "what a wgmma of {agent} reads; the barrier between must come after wait_wgmma"
+
     def __init__(self, frame: Frame, a: Box, b: Box, c: Box, transpose_a: bool, transpose_b: bool, clear: bool) -> None:
         warps = frame.whole_warps("wgmma")
         if len(warps) % WARPGROUP or warps[0] % WARPGROUP:
             raise UnsupportedError(f"wgmma by {len(warps)} warps: wanted whole warpgroups")
         if not isinstance(c.memory, Fragment) or not isinstance(b.memory, SharedMemory):
             raise UnsupportedError(f"wgmma {a.memory.name} x {b.memory.name} -> {c.memory.name}: wrong kinds of memory")
+        if a.memory.dtype != b.memory.dtype:
+            raise UnsupportedError(f"wgmma {a.memory.dtype} x {b.memory.dtype}: wanted operands of one type")
+        if b.memory.dtype.itemsize == 1 and (transpose_a or not transpose_b):
+            raise UnsupportedError(f"wgmma of {b.memory.dtype}: wanted both operands with K along their rows")
         self.order = frame.cta.order
         self.team = team(frame, "wgmma")
         self.knows = self.order.knowledge(self.team)

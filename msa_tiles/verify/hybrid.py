@@ -62,7 +62,7 @@ class SplitSelection:
         if self.ids.numel() == 0 or where.num_requests == 0:
             return self._wanted()
         variant = {"block_size": self.block_size, "tile_tokens": self.tile_tokens}
-        facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant)
+        facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
         at = _dispatch.place(where, total_q, self.total_k, self.block_size, device)
         made = _attention_kernels.split_selection(
             facts, self.ids, at, block_size=self.block_size, tile_tokens=self.tile_tokens, fill=self.fill

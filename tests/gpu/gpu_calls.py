@@ -1,7 +1,9 @@
-"""One small call of every operator on CUDA, with its answer; run this file under a checking tool."""
+"""One small call of every operator on CUDA, with its answer; run this file under a checking tool, with a DSL's name."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.runtime import toolchain
+from msa_tiles.runtime.registry import default_registry
 
 LENGTHS_Q = [129, 0, 5, 64]
 LENGTHS_K = [129, 70, 700, 200]
@@ -16,6 +20,21 @@ LENGTHS_K = [129, 70, 700, 200]
 
 def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+
+
+class Named:
+    """The operators, with a DSL named."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(getattr(ops, name), backend=self.backend)
+
+    def has(self, name: str) -> bool:
+        """Whether this DSL serves the operator; a decode step counts for its attention."""
+        op = "sparse_decode" if name == "msa_decode" else name
+        return toolchain.missing(self.backend) is None and bool(default_registry().select(op=op, dsl=self.backend))
 
 
 class Calls:
@@ -38,7 +57,7 @@ class Calls:
         self.ids = reference.select_blocks(self.idx_q.float(), self.idx_k.float(), 4, **self.where)
 
     def all(self, module: object) -> dict[str, Callable[[], Tensor]]:
-        """The calls, made through `msa_tiles.ops` or `msa_tiles.reference`."""
+        """The calls, made through `msa_tiles.ops`, `Named` or `msa_tiles.reference`."""
         return {
             "index_score": lambda: module.index_score(self.idx_q, self.idx_k, **self.where),
             "topk_select": lambda: module.topk_select(self.score, 4, **self.where),
@@ -64,8 +83,8 @@ class Calls:
 
     def _decoded(self, module: object) -> Tensor:
         tensors = (self.q, self.k, self.v)
-        if module is ops:
-            return ops.msa_decode(*tensors, self.idx_q, self.idx_k, 4, **self.where)
+        if module is not reference:
+            return module.msa_decode(*tensors, self.idx_q, self.idx_k, 4, **self.where)
         ids = module.select_blocks(self.idx_q, self.idx_k, 4, num_kv_heads=4, **self.where)
         return self._first(module.sparse_attention(*tensors, ids, **self.where))
 
@@ -74,13 +93,15 @@ class Calls:
         return result[0] if isinstance(result, tuple) else result
 
 
-def main() -> None:
-    calls = Calls()
+def main(backend: str) -> None:
+    calls, named = Calls(), Named(backend)
     wanted = calls.all(reference)
-    for name, call in calls.all(ops).items():
+    served = {name: call for name, call in calls.all(named).items() if named.has(name)}
+    assert served
+    for name, call in served.items():
         torch.testing.assert_close(call().float(), wanted[name]().float(), atol=0.02, rtol=0.02, msg=name)
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

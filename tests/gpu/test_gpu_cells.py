@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from msa_tiles import paths, spec
+from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.verify import runner
 from msa_tiles.verify.cases import Case, cases
@@ -15,7 +16,8 @@ from msa_tiles.verify.cases import Case, cases
 pytestmark = pytest.mark.gpu
 
 SPECS = spec.load(paths.specs_dir())
-GRID = [case for cell in default_registry().cells if cell.target == "sm90" for case in cases(cell, SPECS)]
+CELLS = [cell for cell in default_registry().select(target="sm90") if toolchain.missing(cell.dsl) is None]
+GRID = [case for cell in CELLS for case in cases(cell, SPECS)]
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda case: f"{case.cell.id}-{case.key}".replace(" ", "-"))

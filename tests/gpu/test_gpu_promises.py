@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_calls import Calls
+from gpu_calls import Calls, Named
 
 from msa_tiles import ops, reference, runtime
 
@@ -16,11 +16,17 @@ NAMES = [
     "index_score", "topk_select", "select_blocks", "sparse_attention", "combine",
     "decode_score", "decode_topk", "sparse_decode", "msa_decode",
 ]  # fmt: skip
+OF_DSL = [(named, name) for named in (Named("tilelang"), Named("cutedsl")) for name in NAMES if named.has(name)]
+each_kernel = pytest.mark.parametrize(
+    ("named", "name"), [pytest.param(*pair, id=f"{pair[1]}-{pair[0].backend}") for pair in OF_DSL]
+)
 
 
 @pytest.fixture(scope="module")
 def calls() -> Calls:
     made = Calls(seed=torch.seed() % (1 << 31))
+    for named, name in OF_DSL:
+        made.all(named)[name]()
     for call in made.all(ops).values():
         call()
     torch.cuda.synchronize()
@@ -34,24 +40,24 @@ def no_sync() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_call_synchronises(calls: Calls, no_sync: None, name: str) -> None:
-    assert calls.all(ops)[name]().is_cuda
+@each_kernel
+def test_no_call_synchronises(calls: Calls, no_sync: None, named: Named, name: str) -> None:
+    assert calls.all(named)[name]().is_cuda
 
 
 def test_one_sequence_without_lengths_does_not_synchronise(calls: Calls, no_sync: None) -> None:
     assert ops.select_blocks(calls.idx_q, calls.idx_k[: len(calls.idx_q)], 4).shape == (4, len(calls.idx_q), 4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_work_goes_to_the_current_stream(calls: Calls, name: str) -> None:
+@each_kernel
+def test_work_goes_to_the_current_stream(calls: Calls, named: Named, name: str) -> None:
     wanted = calls.all(reference)[name]().float()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         # The stream is busy for a while: work on any other stream would overtake it.
         torch.cuda._sleep(50_000_000)
-        result = calls.all(ops)[name]()
+        result = calls.all(named)[name]()
         busy = not stream.query()
         copied = result.float().clone()
     assert busy
@@ -59,24 +65,27 @@ def test_work_goes_to_the_current_stream(calls: Calls, name: str) -> None:
     torch.testing.assert_close(copied, wanted, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_replayed_graph_follows_its_inputs(calls: Calls, name: str) -> None:
+@each_kernel
+def test_a_replayed_graph_follows_its_inputs(calls: Calls, named: Named, name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     other = Calls(seed=12345)
     static = Calls(seed=0)
     with torch.cuda.graph(graph):
-        result = static.all(ops)[name]()
+        result = static.all(named)[name]()
     for field in ("idx_q", "idx_k", "q", "k", "v", "partial_out", "partial_lse", "score", "ids"):
         getattr(static, field).copy_(getattr(other, field))
     graph.replay()
     torch.testing.assert_close(result.float(), other.all(reference)[name]().float(), atol=0.02, rtol=0.02)
 
 
-def test_new_lengths_do_not_compile(calls: Calls) -> None:
+@pytest.mark.parametrize(
+    "named", {named.backend: named for named, _ in OF_DSL}.values(), ids=lambda named: named.backend
+)
+def test_new_lengths_do_not_compile(calls: Calls, named: Named) -> None:
     before = runtime.compile_count()
     for total in (1, 77, 513):
-        ops.select_blocks(calls.idx_q[:total].contiguous(), calls.idx_k[:total], 4)
-        ops.sparse_attention(calls.q[:total], calls.k[:total], calls.v[:total], calls.ids[:, :total] * 0)
+        named.select_blocks(calls.idx_q[:total].contiguous(), calls.idx_k[:total], 4)
+        named.sparse_attention(calls.q[:total], calls.k[:total], calls.v[:total], calls.ids[:, :total] * 0)
     assert runtime.compile_count() == before
 
 

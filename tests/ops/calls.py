@@ -39,13 +39,15 @@ def call(op: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Arguments, by name, of a valid call of ``op``."""
     data = tensors(dtype)
     common = {**lengths(data), "block_size": BLOCK}
-    if op == "index_score":
+    if op in SCORERS:
         return {"idx_q": data["idx_q"], "idx_k": data["idx_k"], **common}
-    if op == "topk_select":
+    if op in RANKERS:
         score = ops.index_score(**call("index_score"), backend="reference")
         return {"score": score, "topk": 3, "num_kv_heads": 2, **common}
     if op == "select_blocks":
         return {"idx_q": data["idx_q"], "idx_k": data["idx_k"], "topk": 3, "num_kv_heads": 2, **common}
+    if op == "msa_decode":
+        return {**{name: data[name] for name in ("q", "k", "v", "idx_q", "idx_k")}, "topk": 3, **common}
     if op == "combine":
         generator = torch.Generator().manual_seed(1)
         return {
@@ -83,7 +85,12 @@ def paged(op: str) -> dict[str, Any]:
     return arguments
 
 
-OPERATORS = {name: getattr(ops, name) for name in ops.__all__ if name != "Schedule"}
+OPERATORS = {name: getattr(ops, name) for name in ops.__all__ if name not in ("Schedule", "decode_workspace_bytes")}
 EVERY_OPERATOR = sorted(OPERATORS)
+# Operators of one contract each.
+SCORERS = ["index_score", "decode_score"]
+RANKERS = ["topk_select", "decode_topk"]
+ATTENTION = ["sparse_attention", "sparse_decode"]
 WITH_LENGTHS = [name for name in EVERY_OPERATOR if name != "combine"]
-WITH_KEYS = ["index_score", "select_blocks", "sparse_attention"]
+WITH_OFFSETS = [name for name in WITH_LENGTHS if name != "msa_decode"]
+WITH_KEYS = [*SCORERS, "select_blocks", *ATTENTION, "msa_decode"]

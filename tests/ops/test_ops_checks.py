@@ -6,9 +6,7 @@ import re
 
 import pytest
 import torch
-from ops.calls import OPERATORS, WITH_KEYS, WITH_LENGTHS, call, paged
-
-from msa_tiles import ops
+from ops.calls import ATTENTION, OPERATORS, RANKERS, SCORERS, WITH_KEYS, WITH_LENGTHS, WITH_OFFSETS, call, paged
 
 
 def int32(*values):
@@ -40,12 +38,16 @@ def test_lengths(op):
     refused(op, {"cu_seqlens_k": int32(0, 17, 16, 40)}, "cu_seqlens_k: got 16 after 17; wanted sorted values")
     refused(op, {"max_seqlen_q": 5}, "max_seqlen_q: got 5; wanted at least the longest request, 6")
     refused(op, {"max_seqlen_k": 22}, "max_seqlen_k: got 22; wanted at least the longest request, 23")
-    offsets = {"k_offset": int32(0, 0, 8), "max_seqlen_k": 30}
-    refused(op, offsets, "max_seqlen_k: got 30; wanted at least the longest request, 31")
-    refused(op, {"k_offset": int32(0, -8, 0), "max_seqlen_k": 40}, "k_offset: got -8; wanted at least 0")
     used = {"seqused_k": int32(17, 0, 24)}
     refused(op, used, "seqused_k: got 24 used keys in request 2; wanted 0 to the 23 keys of storage")
     refused(op, {"seqused_k": int32(-1, 0, 0)}, "seqused_k: got -1 used keys in request 0; wanted 0 to the 17 keys")
+
+
+@pytest.mark.parametrize("op", WITH_OFFSETS)
+def test_offsets(op):
+    offsets = {"k_offset": int32(0, 0, 8), "max_seqlen_k": 30}
+    refused(op, offsets, "max_seqlen_k: got 30; wanted at least the longest request, 31")
+    refused(op, {"k_offset": int32(0, -8, 0), "max_seqlen_k": 40}, "k_offset: got -8; wanted at least 0")
 
 
 @pytest.mark.parametrize("op", WITH_KEYS)
@@ -64,7 +66,7 @@ def test_storage(op):
         refused(op, replaced, f"page_table: got page {page} at [2, 1]; wanted 0 to 11 for a page in use", base=paged)
 
 
-@pytest.mark.parametrize("op", ["build_schedule", "sparse_attention"])
+@pytest.mark.parametrize("op", ["build_schedule", *ATTENTION])
 def test_block_ids(op):
     def one_id(value):
         def change(arguments):
@@ -83,20 +85,22 @@ def test_block_ids(op):
     OPERATORS[op](**arguments, check=True)
 
 
-def test_wild_ids_are_absent_when_nobody_checks():
-    arguments = call("sparse_attention")
+@pytest.mark.parametrize("op", ATTENTION)
+def test_wild_ids_are_absent_when_nobody_checks(op):
+    arguments = call(op)
     wild = torch.where(arguments["block_indices"] == 0, 2**31 - 1, arguments["block_indices"])
     tame = torch.where(arguments["block_indices"] == 0, -1, arguments["block_indices"])
-    found = ops.sparse_attention(**(arguments | {"block_indices": wild}))
-    torch.testing.assert_close(found, ops.sparse_attention(**(arguments | {"block_indices": tame})), rtol=0, atol=0)
+    found = OPERATORS[op](**(arguments | {"block_indices": wild}))
+    torch.testing.assert_close(found, OPERATORS[op](**(arguments | {"block_indices": tame})), rtol=0, atol=0)
 
 
 def test_score_columns_and_valid_blocks():
     counts = torch.full((11,), 6, dtype=torch.int32)
     message = "num_valid_blocks: got values from 6 to 6; wanted 0 to the 5 columns of score"
-    refused("topk_select", {"num_valid_blocks": counts}, message)
-    message = "score: got 2 columns; wanted at least the 3 blocks of a request"
-    refused("topk_select", lambda a: {"score": a["score"][..., :2]}, message)
-    refused(
-        "index_score", {"out": torch.zeros(4, 11, 2)}, "out: got 2 columns; wanted at least the 3 blocks of a request"
-    )
+    for op in RANKERS:
+        refused(op, {"num_valid_blocks": counts}, message)
+        narrow = "score: got 2 columns; wanted at least the 3 blocks of a request"
+        refused(op, lambda a: {"score": a["score"][..., :2]}, narrow)
+    narrow = "out: got 2 columns; wanted at least the 3 blocks of a request"
+    for op in SCORERS:
+        refused(op, {"out": torch.zeros(4, 11, 2)}, narrow)

@@ -6,7 +6,19 @@ import re
 
 import pytest
 import torch
-from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, WITH_KEYS, WITH_LENGTHS, call, paged
+from ops.calls import (
+    ATTENTION,
+    BLOCK,
+    EVERY_OPERATOR,
+    OPERATORS,
+    RANKERS,
+    SCORERS,
+    WITH_KEYS,
+    WITH_LENGTHS,
+    WITH_OFFSETS,
+    call,
+    paged,
+)
 
 from msa_tiles import ops
 
@@ -25,14 +37,11 @@ def int32(*values):
 @pytest.mark.parametrize(
     ("op", "name", "dims"),
     [
-        ("index_score", "idx_q", "[T, Hi, Di]"),
-        ("index_score", "idx_k", "[Tk, Di]"),
-        ("select_blocks", "idx_q", "[T, Hi, Di]"),
-        ("select_blocks", "idx_k", "[Tk, Di]"),
-        ("topk_select", "score", "[Hi, T, NB]"),
-        ("sparse_attention", "q", "[T, Hq, D]"),
-        ("sparse_attention", "k", "[Tk, Hkv, D]"),
-        ("sparse_attention", "v", "[Tk, Hkv, D]"),
+        *((op, "idx_q", "[T, Hi, Di]") for op in (*SCORERS, "select_blocks", "msa_decode")),
+        *((op, "idx_k", "[Tk, Di]") for op in (*SCORERS, "select_blocks", "msa_decode")),
+        *((op, "score", "[Hi, T, NB]") for op in RANKERS),
+        *((op, "q", "[T, Hq, D]") for op in (*ATTENTION, "msa_decode")),
+        *((op, name, "[Tk, Hkv, D]") for op in (*ATTENTION, "msa_decode") for name in ("k", "v")),
         ("combine", "partial_out", "[S, T, Hq, D]"),
     ],
 )
@@ -41,9 +50,13 @@ def test_float_tensors(op, name, dims):
     fails(op, {name: [[1.0]]}, f"{name}: got list; wanted a tensor {dims}", TypeError)
     fails(op, {name: torch.zeros(3)}, f"{name}: got shape [3]; wanted {rank} dimensions {dims}")
     wanted = "torch.float32 like "
-    if name in ("idx_q", "score", "q", "partial_out"):
+    refused = [torch.float16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
+    if name == "idx_q":
+        wanted = "torch.bfloat16, torch.float32, torch.float64 or torch.float8_e4m3fn"
+        refused.remove(torch.float8_e4m3fn)
+    elif name in ("score", "q", "partial_out"):
         wanted = "torch.bfloat16, torch.float32 or torch.float64"
-    for dtype in (torch.float16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in refused:
         message = f"{name}: got dtype {dtype}; wanted {wanted}"
         fails(op, lambda a, dtype=dtype: {name: a[name].to(dtype)}, message, TypeError)
     spread = f"{name}: got stride 2 on the last dimension; wanted stride 1"
@@ -59,34 +72,31 @@ def test_half_precision_is_refused_by_every_operator():
             halved = {
                 n: v.half() for n, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
             }
-            fails(
-                op, halved, "got dtype torch.float16; wanted torch.bfloat16, torch.float32 or torch.float64", TypeError
-            )
+            fails(op, halved, "got dtype torch.float16; wanted torch.bfloat16, torch.float32", TypeError)
 
 
-@pytest.mark.parametrize("op", ["build_schedule", "sparse_attention"])
+@pytest.mark.parametrize("op", ["build_schedule", *ATTENTION])
 def test_block_indices(op):
     name = "block_indices"
     fails(op, {name: [[1]]}, f"{name}: got list; wanted a tensor [Hkv, T, k]", TypeError)
     fails(op, lambda a: {name: a[name].long()}, f"{name}: got dtype torch.int64; wanted torch.int32", TypeError)
     fails(op, lambda a: {name: a[name][0]}, f"{name}: got shape [11, 3]; wanted 3 dimensions [Hkv, T, k]")
-    if op == "sparse_attention":
+    if op in ATTENTION:
         fails(op, lambda a: {name: a[name][:1]}, f"{name}: got shape [1, 11, 3]; wanted [Hkv, T, k] = [2, 11, k]")
         fails(op, lambda a: {name: a[name][:, :9]}, f"{name}: got shape [2, 9, 3]; wanted [Hkv, T, k] = [2, 11, k]")
         fails(op, lambda a: {name: a[name].to("meta")}, f"{name}: got device meta; wanted cpu like q")
 
 
 def test_shapes_that_must_agree():
-    fails("index_score", lambda a: {"idx_k": a["idx_k"][:, :8]}, "idx_k: got index dim 8; wanted 16 like idx_q")
-    fails("select_blocks", lambda a: {"idx_k": a["idx_k"][:, :8]}, "idx_k: got index dim 8; wanted 16 like idx_q")
-    fails("sparse_attention", lambda a: {"k": a["k"][..., :8]}, "k: got head dim 8; wanted 16 like q")
-    fails("sparse_attention", lambda a: {"v": a["v"][..., :8]}, "v: got head dim 8; wanted 16 like q")
-    fails("sparse_attention", lambda a: {"v": a["v"][1:]}, "v: got shape [39, 2, 16]; wanted [40, 2, 16] like k")
-    fails(
-        "sparse_attention", lambda a: {"q": a["q"][:, :3]}, "q: got 3 heads; wanted a multiple of the 2 KV heads of k"
-    )
-    no_heads = {"k": torch.zeros(40, 0, 16), "v": torch.zeros(40, 0, 16)}
-    fails("sparse_attention", no_heads, "q: got 4 heads; wanted a multiple of the 0 KV heads of k")
+    for op in (*SCORERS, "select_blocks", "msa_decode"):
+        fails(op, lambda a: {"idx_k": a["idx_k"][:, :8]}, "idx_k: got index dim 8; wanted 16 like idx_q")
+    for op in (*ATTENTION, "msa_decode"):
+        fails(op, lambda a: {"k": a["k"][..., :8]}, "k: got head dim 8; wanted 16 like q")
+        fails(op, lambda a: {"v": a["v"][..., :8]}, "v: got head dim 8; wanted 16 like q")
+        fails(op, lambda a: {"v": a["v"][1:]}, "v: got shape [39, 2, 16]; wanted [40, 2, 16] like k")
+        fails(op, lambda a: {"q": a["q"][:, :3]}, "q: got 3 heads; wanted a multiple of the 2 KV heads of k")
+        no_heads = {"k": torch.zeros(40, 0, 16), "v": torch.zeros(40, 0, 16)}
+        fails(op, no_heads, "q: got 4 heads; wanted a multiple of the 0 KV heads of k")
     message = "partial_lse: got shape [3, 5, 3]; wanted [3, 5, 4] like partial_out"
     fails("combine", lambda a: {"partial_lse": a["partial_lse"][..., :3]}, message)
     message = "partial_lse: got dtype torch.float64; wanted torch.float32"
@@ -94,6 +104,18 @@ def test_shapes_that_must_agree():
     fails("combine", {"partial_lse": 1.0}, "partial_lse: got float; wanted a tensor [S, T, Hq]", TypeError)
     message = "partial_lse: got device meta; wanted cpu like partial_out"
     fails("combine", lambda a: {"partial_lse": a["partial_lse"].to("meta")}, message)
+
+
+def test_queries_and_keys_of_the_indexer_must_fit_those_of_attention():
+    op = "msa_decode"
+    index = {"idx_q": torch.zeros(11, 4, 16).bfloat16(), "idx_k": torch.zeros(40, 16).bfloat16()}
+    fails(op, index, "idx_q: got dtype torch.bfloat16; wanted torch.float32 like q", TypeError)
+    fails(op, {"idx_q": torch.zeros(12, 4, 16)}, "idx_q: got 12 tokens; wanted 11 like q")
+    fails(op, lambda a: {"idx_k": a["idx_k"][1:]}, "idx_k: got shape [39, 16]; wanted the tokens of k")
+    wanted = "wanted the pages and page size of k"
+    fails(op, lambda a: {"idx_k": a["idx_k"][1:]}, f"idx_k: got shape [11, 4, 16]; {wanted}", base=paged)
+    fails(op, {"idx_k": torch.zeros(12, 8, 16)}, f"idx_k: got shape [12, 8, 16]; {wanted}", base=paged)
+    fails(op, lambda a: {"idx_q": a["idx_q"][:, :3]}, "a divisor of the 3 index heads of idx_q")
 
 
 @pytest.mark.parametrize("op", WITH_LENGTHS)
@@ -108,7 +130,8 @@ def test_lengths(op):
     fails(op, {"cu_seqlens_q": int32(0, 11).to("meta")}, "cu_seqlens_q: got device meta; wanted cpu like ")
     fails(op, {"cu_seqlens_k": int32(0, 40)}, "cu_seqlens_k: got shape [2]; wanted [B + 1] = [4]")
     fails(op, {"seqused_k": int32(1, 2)}, "seqused_k: got shape [2]; wanted [B] = [3]")
-    fails(op, {"k_offset": int32(1, 2)}, "k_offset: got shape [2]; wanted [B] = [3]")
+    if op in WITH_OFFSETS:
+        fails(op, {"k_offset": int32(1, 2)}, "k_offset: got shape [2]; wanted [B] = [3]")
     fails(op, {"q_positions": int32(1, 2)}, "q_positions: got shape [2]; wanted [T] = [11]")
     message = "q_positions: got dtype torch.int64; wanted torch.int32"
     fails(op, {"q_positions": torch.arange(11)}, message, TypeError)
@@ -137,11 +160,11 @@ def test_pages(op):
     fails(op, lambda a: {"page_table": a["page_table"].repeat_interleave(2, 1)[:, ::2]}, message, base=paged)
     message = "page_table: got 6 pages of 4 tokens; wanted pages for max_seqlen_k = 25 tokens"
     fails(op, {"max_seqlen_k": 25}, message, base=paged)
-    keys = "k" if op == "sparse_attention" else "idx_k"
+    keys = "k" if op in ATTENTION else "idx_k"
     message = f"{keys}: got pages of 4 tokens; wanted a page size that divides block_size = 6"
     fails(op, {"block_size": 6}, message, base=paged)
-    dims = "[pages, Hkv, page, D]" if op == "sparse_attention" else "[pages, page, Di]"
-    rank = 4 if op == "sparse_attention" else 3
+    dims = "[pages, Hkv, page, D]" if op in ATTENTION else "[pages, page, Di]"
+    rank = 4 if op in ATTENTION else 3
     fails(op, {keys: torch.zeros(4, 16)}, f"{keys}: got shape [4, 16]; wanted {rank} dimensions {dims}", base=paged)
 
 
@@ -159,40 +182,44 @@ def test_backend(op):
     fails(op, {"backend": "tilelang"}, message)
 
 
-@pytest.mark.parametrize("op", ["topk_select", "select_blocks"])
+@pytest.mark.parametrize("op", [*RANKERS, "select_blocks", "msa_decode"])
 def test_selection_parameters(op):
     fails(op, {"topk": 0}, "topk: got 0; wanted at least 1")
     fails(op, {"topk": 2.5}, "topk: got float; wanted an integer of at least 1", TypeError)
     fails(op, {"init_blocks": -1}, "init_blocks: got -1; wanted at least 0")
     fails(op, {"local_blocks": -2}, "local_blocks: got -2; wanted at least 0")
+    if op == "msa_decode":
+        return
     fails(op, {"num_kv_heads": 0}, "num_kv_heads: got 0; wanted at least 1")
-    source = "score" if op == "topk_select" else "idx_q"
+    source = "score" if op in RANKERS else "idx_q"
     message = f"num_kv_heads: got 3; wanted a divisor of the 4 index heads of {source}"
     fails(op, {"num_kv_heads": 3}, message)
     fails(op, {"order": "up"}, "order: got 'up'; wanted one of 'ascending', 'score', 'local_last'")
 
 
 def test_layouts():
-    for op in ("index_score", "topk_select"):
+    for op in SCORERS + RANKERS:
         fails(op, {"layout": "thd"}, "layout: got 'thd'; wanted one of 'head_major', 'token_major'")
-    fails("topk_select", {"score": torch.zeros(3), "layout": "token_major"}, "wanted 3 dimensions [T, Hi, NB]")
+    for op in RANKERS:
+        fails(op, {"score": torch.zeros(3), "layout": "token_major"}, "wanted 3 dimensions [T, Hi, NB]")
 
 
-def test_valid_blocks():
-    fails("topk_select", {"num_valid_blocks": -1}, "num_valid_blocks: got -1; wanted at least 0")
-    fails("topk_select", {"num_valid_blocks": 6}, "num_valid_blocks: got 6; wanted at most the 5 columns of score")
+@pytest.mark.parametrize("op", RANKERS)
+def test_valid_blocks(op):
+    fails(op, {"num_valid_blocks": -1}, "num_valid_blocks: got -1; wanted at least 0")
+    fails(op, {"num_valid_blocks": 6}, "num_valid_blocks: got 6; wanted at most the 5 columns of score")
     message = "num_valid_blocks: got float; wanted an integer of at least 0"
-    fails("topk_select", {"num_valid_blocks": 1.5}, message, TypeError)
+    fails(op, {"num_valid_blocks": 1.5}, message, TypeError)
     message = "num_valid_blocks: got shape [3]; wanted [T] = [11]"
-    fails("topk_select", {"num_valid_blocks": int32(1, 2, 3)}, message)
+    fails(op, {"num_valid_blocks": int32(1, 2, 3)}, message)
     message = "num_valid_blocks: got dtype torch.int64; wanted torch.int32"
-    fails("topk_select", {"num_valid_blocks": torch.ones(11).long()}, message, TypeError)
+    fails(op, {"num_valid_blocks": torch.ones(11).long()}, message, TypeError)
 
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in ("index_score", "select_blocks") for name in ("q_scale", "k_scale")]
-    + [("sparse_attention", name) for name in ("q_scale", "k_scale", "v_scale")],
+    [(op, name) for op in (*SCORERS, "select_blocks") for name in ("q_scale", "k_scale")]
+    + [(op, name) for op in ATTENTION for name in ("q_scale", "k_scale", "v_scale")],
 )
 def test_a_scale_is_never_ignored(op, name):
     message = f"{name}: got a Tensor; wanted None: bfloat16, float32 and float64 tensors have no scale"
@@ -202,11 +229,19 @@ def test_a_scale_is_never_ignored(op, name):
 @pytest.mark.parametrize(
     ("op", "name", "dims", "shape", "dtype"),
     [
-        ("index_score", "out", "[Hi, T, NB] = [4, 11, NB]", (4, 11, 5), torch.float32),
-        ("topk_select", "out", "[Hkv, T, topk] = [2, 11, 3]", (2, 11, 3), torch.int32),
-        ("select_blocks", "out", "[Hkv, T, topk] = [2, 11, 3]", (2, 11, 3), torch.int32),
-        ("sparse_attention", "out", "[T, Hq, D] = [11, 4, 16]", (11, 4, 16), torch.float32),
-        ("sparse_attention", "lse", "[T, Hq] = [11, 4]", (11, 4), torch.float32),
+        *((op, "out", "[Hi, T, NB] = [4, 11, NB]", (4, 11, 5), torch.float32) for op in SCORERS),
+        *(
+            (
+                op,
+                "block_indices" if op == "msa_decode" else "out",
+                "[Hkv, T, topk] = [2, 11, 3]",
+                (2, 11, 3),
+                torch.int32,
+            )
+            for op in (*RANKERS, "select_blocks", "msa_decode")
+        ),
+        *((op, "out", "[T, Hq, D] = [11, 4, 16]", (11, 4, 16), torch.float32) for op in (*ATTENTION, "msa_decode")),
+        *((op, "lse", "[T, Hq] = [11, 4]", (11, 4), torch.float32) for op in (*ATTENTION, "msa_decode")),
         ("combine", "out", "[T, Hq, D] = [5, 4, 16]", (5, 4, 16), torch.float32),
         ("combine", "lse", "[T, Hq] = [5, 4]", (5, 4), torch.float32),
     ],
@@ -225,29 +260,31 @@ def test_buffers_of_the_caller(op, name, dims, shape, dtype):
     fails(op, {name: repeated}, message)
 
 
-def test_width_of_a_score_buffer():
+@pytest.mark.parametrize("op", SCORERS)
+def test_width_of_a_score_buffer(op):
     narrow = torch.zeros(4, 11, 2)
-    fails(
-        "index_score",
-        {"out": narrow, "max_seqlen_k": 23},
-        "out: got 2 columns; wanted at least 3, the blocks of 23 keys",
-    )
+    message = "out: got 2 columns; wanted at least 3, the blocks of 23 keys"
+    fails(op, {"out": narrow, "max_seqlen_k": 23}, message)
     lone = {"idx_q": torch.zeros(2, 4, 16), "cu_seqlens_q": None, "cu_seqlens_k": None, "out": torch.zeros(4, 2, 4)}
-    fails("index_score", lone, "out: got 4 columns; wanted at least 5, the blocks of 40 keys")
+    fails(op, lone, "out: got 4 columns; wanted at least 5, the blocks of 40 keys")
     message = "max_seqlen_k: got None with k_offset; wanted a bound of k_offset plus the keys of a request"
-    fails("index_score", {"k_offset": int32(0, 0, 8)}, message)
+    fails(op, {"k_offset": int32(0, 0, 8)}, message)
 
 
-def test_causal_is_a_boolean():
+@pytest.mark.parametrize("op", SCORERS)
+def test_causal_is_a_boolean(op):
     for value, came in ((None, "NoneType"), (1, "int"), ("no", "str")):
-        fails("index_score", {"causal": value}, f"causal: got {came}; wanted True or False", TypeError)
+        fails(op, {"causal": value}, f"causal: got {came}; wanted True or False", TypeError)
 
 
 def test_sizes_of_zero_that_mean_nothing():
-    fails("select_blocks", lambda a: {"idx_q": a["idx_q"][:, :0]}, "idx_q: got 0 index heads; wanted at least 1")
-    fails("topk_select", lambda a: {"score": a["score"][:0]}, "score: got 0 index heads; wanted at least 1")
+    for op in ("select_blocks", "msa_decode"):
+        fails(op, lambda a: {"idx_q": a["idx_q"][:, :0]}, "idx_q: got 0 index heads; wanted at least 1")
+    for op in RANKERS:
+        fails(op, lambda a: {"score": a["score"][:0]}, "score: got 0 index heads; wanted at least 1")
     flat = {"q": torch.zeros(11, 4, 0), "k": torch.zeros(40, 2, 0), "v": torch.zeros(40, 2, 0)}
-    fails("sparse_attention", flat, "q: got head dim 0; wanted at least 1")
+    for op in (*ATTENTION, "msa_decode"):
+        fails(op, flat, "q: got head dim 0; wanted at least 1")
 
 
 @pytest.mark.parametrize("op", WITH_LENGTHS)
@@ -257,21 +294,24 @@ def test_the_reference_refuses_lengths_that_fall(op):
     fails(op, {"cu_seqlens_k": int32(0, 17, 16, 40)}, "cu_seqlens_k: got 16 after 17; wanted sorted values")
 
 
-def test_attention_parameters():
-    message = "softmax_scale: got str; wanted a number or None"
-    fails("sparse_attention", {"softmax_scale": "1"}, message, TypeError)
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_attention_parameters(op):
+    fails(op, {"softmax_scale": "1"}, "softmax_scale: got str; wanted a number or None", TypeError)
     message = "softmax_scale: got Tensor; wanted a number or None"
-    fails("sparse_attention", {"softmax_scale": torch.ones(())}, message, TypeError)
-    fails("sparse_attention", {"workspace": 0}, "workspace: got 0; wanted at least 1")
-    fails("sparse_attention", {"workspace": 1.5}, "workspace: got float; wanted an integer of at least 1", TypeError)
+    fails(op, {"softmax_scale": torch.ones(())}, message, TypeError)
+    if op == "msa_decode":
+        fails(op, {"workspace": 1 << 20}, "workspace: got int; wanted a tensor [bytes]", TypeError)
+    else:
+        fails(op, {"workspace": 0}, "workspace: got 0; wanted at least 1")
+        fails(op, {"workspace": 1.5}, "workspace: got float; wanted an integer of at least 1", TypeError)
     message = "workspace: got dtype torch.float32; wanted torch.uint8"
-    fails("sparse_attention", {"workspace": torch.zeros(4)}, message, TypeError)
+    fails(op, {"workspace": torch.zeros(4)}, message, TypeError)
     bytes_ = torch.zeros(8, dtype=torch.uint8)
-    fails("sparse_attention", {"workspace": bytes_[::2]}, "workspace: got strides [2]; wanted a contiguous tensor")
-    fails("sparse_attention", {"workspace": bytes_.to("meta")}, "workspace: got device meta; wanted cpu like q")
+    fails(op, {"workspace": bytes_[::2]}, "workspace: got strides [2]; wanted a contiguous tensor")
+    fails(op, {"workspace": bytes_.to("meta")}, "workspace: got device meta; wanted cpu like q")
     message = "workspace: got an address 3 bytes behind a multiple of 16; wanted a multiple of 16"
-    fails("sparse_attention", {"workspace": bytes_[3:]}, message)
-    fails("sparse_attention", {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
+    fails(op, {"workspace": bytes_[3:]}, message)
+    fails(op, {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
 
 
 def test_schedules_of_another_call():
@@ -285,3 +325,25 @@ def test_schedules_of_another_call():
     fails("sparse_attention", {"schedule": schedule}, message)
     elsewhere = ops.build_schedule(torch.zeros(2, 11, 3, dtype=torch.int32, device="meta"), block_size=BLOCK)
     fails("sparse_attention", {"schedule": elsewhere}, "schedule: got device meta; wanted cpu like block_indices")
+
+
+def test_decoding_takes_no_schedule():
+    schedule = ops.build_schedule(**call("build_schedule"))
+    message = "schedule: got a Schedule; wanted None: decoding walks block_indices themselves"
+    fails("sparse_decode", {"schedule": schedule}, message)
+
+
+def test_workspace_bytes():
+    q, idx_q = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16)
+
+    def refused(message, error, *arguments, **options):
+        with pytest.raises(error, match=re.escape(message)):
+            ops.decode_workspace_bytes(*arguments, **options)
+
+    refused("q: got list; wanted a tensor [T, Hq, D]", TypeError, [1], 4, 2)
+    refused("q: got shape [3, 4]; wanted 3 dimensions [T, Hq, D]", ValueError, q[..., 0], 4, 2)
+    refused("topk: got 0; wanted at least 1", ValueError, q, 0, 2)
+    refused("num_kv_heads: got 0; wanted at least 1", ValueError, q, 4, 0)
+    refused("max_seqlen_k: got -1; wanted at least 0", ValueError, q, 4, 2, max_seqlen_k=-1)
+    refused("block_size: got 0; wanted at least 1", ValueError, q, 4, 2, block_size=0)
+    assert ops.decode_workspace_bytes(q, 4, 2, idx_q=idx_q, max_seqlen_k=1000) == 0, "the reference needs none"

@@ -81,7 +81,7 @@ def select_blocks(
 class Attention(types.ModuleType):
     """Stands in for the module of the attention kernels."""
 
-    def build_schedule(self, facts, ids, at, *, block_size, window, **parts):
+    def build_schedule(self, facts, ids, at, *, block_size, window, backend, **parts):
         made = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
         for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
             parts[name].copy_(part)
@@ -200,7 +200,7 @@ def test_features_that_a_call_needs(kernels, monkeypatch):
     table = {"page_table": torch.zeros(3, 4, dtype=torch.int32), "seqused_k": used, "cu_seqlens_k": None}
     ops.select_blocks(**arguments | {"idx_k": pool} | table)
     found = [set(facts.features) for facts, _ in kernels.found]
-    assert found == [{"q_positions", "k_offset"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}]
+    assert found == [{"q_positions"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}]
     assert [facts.variant["pages_per_block"] for facts, _ in kernels.found] == [0, 0, 0, 1]
 
 

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
-from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, call, lengths, paged, tensors
+from ops.calls import (
+    ATTENTION,
+    BLOCK,
+    EVERY_OPERATOR,
+    OPERATORS,
+    RANKERS,
+    SCORERS,
+    WITH_KEYS,
+    WITH_OFFSETS,
+    call,
+    lengths,
+    paged,
+    tensors,
+)
 from torch.library import opcheck
 
 from msa_tiles import ops
@@ -15,8 +29,6 @@ from msa_tiles import ops
 
 def recorded(monkeypatch, arguments_of):
     """The torch.ops calls, with their arguments, that public calls make."""
-    from msa_tiles.ops import combine, index_score, schedule, select_blocks, sparse_attention, topk_select  # noqa: F401
-
     seen = []
     for name in EVERY_OPERATOR:
         module = sys.modules[f"msa_tiles.ops.{'schedule' if name == 'build_schedule' else name}"]
@@ -30,7 +42,7 @@ def recorded(monkeypatch, arguments_of):
             seen.append((f"{name}_out", args))
             return pair.mutating(*args)
 
-        monkeypatch.setattr(module, "_OPERATOR", type(pair)(functional, mutating))
+        monkeypatch.setattr(module, "_OPERATOR", types.SimpleNamespace(functional=functional, mutating=mutating))
     for op, arguments in arguments_of:
         OPERATORS[op](**arguments)
     monkeypatch.undo()
@@ -42,20 +54,25 @@ def sample_calls():
     for op in EVERY_OPERATOR:
         for dtype in (torch.float32, torch.bfloat16):
             yield op, call(op, dtype)
-    for op in ("index_score", "select_blocks", "sparse_attention"):
+    for op in WITH_KEYS:
         yield op, paged(op)
         positions = torch.arange(11, dtype=torch.int32)
-        yield op, call(op) | {"q_positions": positions, "k_offset": positions[:3].clone(), "max_seqlen_k": 60}
-    yield "index_score", call("index_score") | {"out": torch.empty(4, 11, 5)}
-    yield "index_score", call("index_score") | {"layout": "token_major", "causal": False}
-    yield "topk_select", call("topk_select") | {"num_valid_blocks": torch.ones(11, dtype=torch.int32)}
-    yield "topk_select", call("topk_select") | {"num_valid_blocks": 2, "layout": "head_major", "order": "score"}
-    for op in ("topk_select", "select_blocks"):
-        yield op, call(op) | {"out": torch.empty(11, 2, 3, dtype=torch.int32).transpose(0, 1)}
-    attention = call("sparse_attention")
-    yield "sparse_attention", attention | {"schedule": ops.build_schedule(**call("build_schedule"))}
-    buffers = {"out": torch.empty(11, 8, 16)[:, ::2], "workspace": torch.empty(9, dtype=torch.uint8)}
-    yield "sparse_attention", attention | buffers
+        offsets = {"k_offset": positions[:3].clone()} if op in WITH_OFFSETS else {}
+        yield op, call(op) | {"q_positions": positions, "max_seqlen_k": 60} | offsets
+    for op in SCORERS:
+        yield op, call(op) | {"out": torch.empty(4, 11, 5)}
+        yield op, call(op) | {"layout": "token_major", "causal": False}
+    for op in RANKERS:
+        yield op, call(op) | {"num_valid_blocks": torch.ones(11, dtype=torch.int32)}
+        yield op, call(op) | {"num_valid_blocks": 2, "layout": "head_major", "order": "score"}
+    ids = torch.empty(11, 2, 3, dtype=torch.int32).transpose(0, 1)
+    for op in (*RANKERS, "select_blocks"):
+        yield op, call(op) | {"out": ids.clone()}
+    yield "sparse_attention", call("sparse_attention") | {"schedule": ops.build_schedule(**call("build_schedule"))}
+    for op in (*ATTENTION, "msa_decode"):
+        buffers = {"out": torch.empty(11, 8, 16)[:, ::2], "workspace": torch.empty(9, dtype=torch.uint8)}
+        yield op, call(op) | buffers
+    yield "msa_decode", call("msa_decode") | {"block_indices": ids.clone(), "init_blocks": 1, "local_blocks": 2}
     yield "combine", call("combine") | {"out": torch.empty(5, 4, 16), "lse": torch.empty(5, 4)}
 
 
@@ -84,7 +101,23 @@ def layer(idx_q, idx_k, q, k, v, cu_seqlens_q, cu_seqlens_k):
     workspace = torch.empty(16, dtype=torch.uint8)
     ops.sparse_attention(q, k, v, ranked, out=second, lse=second_lse, workspace=workspace, **where)
     merged, merged_lse = ops.combine(torch.stack([out, second]), torch.stack([lse, second_lse]))
-    return score + 0, ranked, ids, out, lse, second, second_lse, merged, merged_lse
+    decoded = decode(idx_q, idx_k, q, k, v, where)
+    return score + 0, ranked, ids, out, lse, second, second_lse, merged, merged_lse, *decoded
+
+
+def decode(idx_q, idx_k, q, k, v, where):
+    """The operators of a decode step, one by one and in one, each also with buffers."""
+    score = ops.decode_score(idx_q, idx_k, **where)
+    ids = torch.empty(2, idx_q.shape[0], 3, dtype=torch.int32)
+    ops.decode_topk(score, 3, num_kv_heads=2, out=ids, **where)
+    out, lse = ops.sparse_decode(q, k, v, ids, return_lse=True, **where)
+    second, chosen = torch.empty_like(q), torch.empty_like(ids)
+    ops.sparse_decode(q, k, v, ids, out=second, **where)
+    third = torch.empty_like(q)
+    workspace = torch.empty(16, dtype=torch.uint8)
+    ops.msa_decode(q, k, v, idx_q * 1, idx_k, 3, out=third, block_indices=chosen, workspace=workspace, **where)
+    fourth, fourth_lse = ops.msa_decode(q, k, v, idx_q * 1, idx_k, 3, return_lse=True, **where)
+    return score, ids + 0, out, lse, second + 0, third + 0, chosen + 0, fourth, fourth_lse
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

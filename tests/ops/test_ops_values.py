@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, call, paged, tensors
+from ops.calls import ATTENTION, BLOCK, EVERY_OPERATOR, OPERATORS, RANKERS, SCORERS, WITH_KEYS, call, paged, tensors
 
 from msa_tiles import ops, reference
 
@@ -25,6 +25,15 @@ SIGNATURES = {
     "sparse_attention": f"q, k, v, block_indices, *, {WHERE}, block_size=128, softmax_scale=None, q_scale=None, "
     "k_scale=None, v_scale=None, schedule=None, workspace=None, return_lse=False, out=None, lse=None, backend='auto'",
     "combine": "partial_out, partial_lse, *, out=None, lse=None, backend='auto'",
+    "msa_decode": f"q, k, v, idx_q, idx_k, topk, *, {WHERE.replace(' k_offset=None,', '')}, block_size=128, "
+    "init_blocks=0, local_blocks=1, softmax_scale=None, workspace=None, return_lse=False, out=None, lse=None, "
+    "block_indices=None, backend='auto'",
+}
+# A decode operator takes what the operator takes whose answer it gives.
+SIGNATURES |= {
+    "decode_score": SIGNATURES["index_score"],
+    "decode_topk": SIGNATURES["topk_select"],
+    "sparse_decode": SIGNATURES["sparse_attention"],
 }
 
 
@@ -41,15 +50,18 @@ def equal(found, wanted):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_results_have_the_contract_shapes_and_dtypes(dtype):
-    score = ops.index_score(**call("index_score", dtype))
-    assert score.shape == (4, 11, 5) and score.dtype == torch.float32
+    for op in SCORERS:
+        score = OPERATORS[op](**call(op, dtype))
+        assert score.shape == (4, 11, 5) and score.dtype == torch.float32
     ids = ops.select_blocks(**call("select_blocks", dtype))
     assert ids.shape == (2, 11, 3) and ids.dtype == torch.int32
-    equal(ops.topk_select(**call("topk_select")), ids)
-    out, lse = ops.sparse_attention(**call("sparse_attention", dtype), return_lse=True)
-    assert out.shape == (11, 4, 16) and out.dtype == dtype
-    assert lse.shape == (11, 4) and lse.dtype == torch.float32
-    equal(ops.sparse_attention(**call("sparse_attention", dtype)), out)
+    for op in RANKERS:
+        equal(OPERATORS[op](**call(op)), ids)
+    for op in (*ATTENTION, "msa_decode"):
+        out, lse = OPERATORS[op](**call(op, dtype), return_lse=True)
+        assert out.shape == (11, 4, 16) and out.dtype == dtype
+        assert lse.shape == (11, 4) and lse.dtype == torch.float32
+        equal(OPERATORS[op](**call(op, dtype)), out)
     merged, merged_lse = ops.combine(**call("combine", dtype))
     assert merged.shape == (5, 4, 16) and merged.dtype == dtype
     assert merged_lse.shape == (5, 4) and merged_lse.dtype == torch.float32
@@ -58,21 +70,26 @@ def test_results_have_the_contract_shapes_and_dtypes(dtype):
 def test_results_are_the_reference():
     wanted = call("sparse_attention")
     out, lse = reference.plain.sparse_attention(**wanted)
-    found = ops.sparse_attention(**wanted, return_lse=True)
-    torch.testing.assert_close(found, (out, lse))
+    for op in ATTENTION:
+        torch.testing.assert_close(OPERATORS[op](**wanted, return_lse=True), (out, lse))
     wanted = call("select_blocks")
     equal(ops.select_blocks(**wanted), reference.plain.select_blocks(**wanted))
     wanted = call("index_score")
-    equal(ops.index_score(**wanted), reference.plain.index_score(**wanted))
-    equal(ops.index_score(**wanted, causal=False), reference.plain.index_score(**wanted, causal=False))
+    for op in SCORERS:
+        equal(OPERATORS[op](**wanted), reference.plain.index_score(**wanted))
+        equal(OPERATORS[op](**wanted, causal=False), reference.plain.index_score(**wanted, causal=False))
+    for options in ({}, {"order": "score", "init_blocks": 1}, {"num_valid_blocks": 2}):
+        wanted = call("topk_select") | options
+        for op in RANKERS:
+            equal(OPERATORS[op](**wanted), reference.plain.topk_select(**wanted))
     wanted = call("combine")
     equal(ops.combine(**wanted), reference.combine(**wanted))
 
 
-@pytest.mark.parametrize("op", ["index_score", "select_blocks", "sparse_attention"])
+@pytest.mark.parametrize("op", WITH_KEYS)
 def test_paged_keys_give_what_flat_keys_give(op):
     flat, pages = OPERATORS[op](**call(op)), OPERATORS[op](**paged(op))
-    if op == "index_score":
+    if op in SCORERS:
         # The page table could hold more blocks than the flat keys; those are -inf.
         width = min(flat.shape[2], pages.shape[2])
         assert (pages[..., width:] == -torch.inf).all()
@@ -85,10 +102,11 @@ def test_positions_and_offsets_reach_the_reference():
     positions = torch.tensor([3, 30, 9, 0, -1, 40, 22, 17, 8, 50, 31], dtype=torch.int32)
     offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
     for where in ({"q_positions": positions}, {"q_positions": positions, "k_offset": offsets, "max_seqlen_k": 39}):
-        for op in ("index_score", "select_blocks", "topk_select", "sparse_attention"):
+        for op in (*SCORERS, "select_blocks", *RANKERS, *ATTENTION):
             arguments = call(op) | where
-            found, wanted = OPERATORS[op](**arguments), getattr(reference.plain, op)(**arguments)
-            torch.testing.assert_close(found, wanted[0] if op == "sparse_attention" else wanted)
+            same = {"decode_score": "index_score", "decode_topk": "topk_select", "sparse_decode": "sparse_attention"}
+            found, wanted = OPERATORS[op](**arguments), getattr(reference.plain, same.get(op, op))(**arguments)
+            torch.testing.assert_close(found, wanted[0] if op in ATTENTION else wanted)
             other = OPERATORS[op](**(arguments | {"k_offset" if "k_offset" in where else "q_positions": None}))
             assert not torch.equal(found, other)
         made = ops.build_schedule(**call("build_schedule") | where)
@@ -96,31 +114,34 @@ def test_positions_and_offsets_reach_the_reference():
         equal((made.edges, made.tasks, made.counts), parts)
 
 
-def test_interleaved_keys_and_values_in_one_cache():
-    arguments = paged("sparse_attention")
-    wanted = ops.sparse_attention(**arguments)
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_interleaved_keys_and_values_in_one_cache(op):
+    arguments = paged(op)
+    wanted = OPERATORS[op](**arguments)
     cache = torch.cat([arguments["k"], arguments["v"]], dim=-1)
     arguments["k"], arguments["v"] = cache[..., :16], cache[..., 16:]
-    equal(ops.sparse_attention(**arguments), wanted)
+    equal(OPERATORS[op](**arguments), wanted)
 
 
-def test_pool_shared_by_layers_and_tokens_before_heads():
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_pool_shared_by_layers_and_tokens_before_heads(op):
     """NHD storage seen as HND, and one layer's slice of a pool of all layers."""
-    arguments = paged("sparse_attention")
-    wanted = ops.sparse_attention(**arguments)
+    arguments = paged(op)
+    wanted = OPERATORS[op](**arguments)
     for name in ("k", "v"):
         pool = torch.full((12, 3, BLOCK // 2, 2, 16), torch.nan)
         pool[:, 1] = arguments[name].transpose(1, 2)
         arguments[name] = pool[:, 1].transpose(1, 2)
-    equal(ops.sparse_attention(**arguments), wanted)
+    equal(OPERATORS[op](**arguments), wanted)
 
 
-def test_queries_of_a_fused_projection():
-    arguments = call("sparse_attention")
-    wanted = ops.sparse_attention(**arguments)
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_queries_of_a_fused_projection(op):
+    arguments = call(op)
+    wanted = OPERATORS[op](**arguments)
     fused = torch.cat([arguments["q"], torch.full((11, 4, 16), torch.nan)], dim=1)
     arguments["q"] = fused[:, :4]
-    equal(ops.sparse_attention(**arguments), wanted)
+    equal(OPERATORS[op](**arguments), wanted)
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["T != H", "T == H"])
@@ -139,49 +160,58 @@ def test_token_major_ids_as_a_strided_view(square):
     equal(ops.sparse_attention(q, k, v, view[:, :tokens], block_size=BLOCK), wanted)
 
 
-def test_token_major_scores_and_a_wider_buffer():
-    arguments = call("index_score")
-    wanted = ops.index_score(**arguments)
-    equal(ops.index_score(**arguments, layout="token_major"), wanted.transpose(0, 1).contiguous())
+@pytest.mark.parametrize(("scorer", "ranker"), list(zip(SCORERS, RANKERS, strict=True)))
+def test_token_major_scores_and_a_wider_buffer(scorer, ranker):
+    arguments = call(scorer)
+    wanted = OPERATORS[scorer](**arguments)
+    equal(OPERATORS[scorer](**arguments, layout="token_major"), wanted.transpose(0, 1).contiguous())
     buffer = torch.full((11, 4, 9), torch.nan)
-    assert ops.index_score(**arguments, layout="token_major", out=buffer) is buffer
+    assert OPERATORS[scorer](**arguments, layout="token_major", out=buffer) is buffer
     equal(buffer[..., :5].transpose(0, 1), wanted)
     assert (buffer[..., 5:] == -torch.inf).all()
-    ids = ops.topk_select(**call("topk_select"))
-    token_major = call("topk_select") | {"score": buffer, "layout": "token_major"}
-    equal(ops.topk_select(**token_major), ids)
+    ids = OPERATORS[ranker](**call(ranker))
+    token_major = call(ranker) | {"score": buffer, "layout": "token_major"}
+    equal(OPERATORS[ranker](**token_major), ids)
 
 
-def test_width_of_the_scores():
-    arguments = call("index_score")
-    assert ops.index_score(**arguments, max_seqlen_k=23).shape[2] == 3
-    assert ops.index_score(**arguments).shape[2] == 5
+@pytest.mark.parametrize("op", SCORERS)
+def test_width_of_the_scores(op):
+    score, arguments = OPERATORS[op], call(op)
+    assert score(**arguments, max_seqlen_k=23).shape[2] == 3
+    assert score(**arguments).shape[2] == 5
     narrow = torch.empty(4, 11, 3)
-    ops.index_score(**arguments, out=narrow)
-    equal(narrow, ops.index_score(**arguments, max_seqlen_k=23))
-    assert ops.index_score(**paged("index_score")).shape[2] == 3
-    assert ops.index_score(torch.zeros(2, 1, 8), torch.zeros(0, 8)).shape == (1, 2, 0)
+    score(**arguments, out=narrow)
+    equal(narrow, score(**arguments, max_seqlen_k=23))
+    assert score(**paged(op)).shape[2] == 3
+    assert score(torch.zeros(2, 1, 8), torch.zeros(0, 8)).shape == (1, 2, 0)
 
 
-def test_buffers_of_the_caller_are_filled_and_returned():
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_attention_fills_and_returns_buffers_of_the_caller(op):
     """Strided buffers, poisoned before the call; what lies between their rows stays."""
-    arguments = call("sparse_attention")
-    wanted = ops.sparse_attention(**arguments, return_lse=True)
+    arguments = call(op)
+    wanted = OPERATORS[op](**arguments, return_lse=True)
     out, lse = torch.full((11, 7, 20), 77.0), torch.full((11, 9), torch.nan)[:, 3:7]
-    found = ops.sparse_attention(**arguments, return_lse=True, out=out[:, 1:5, 2:18], lse=lse)
+    found = OPERATORS[op](**arguments, return_lse=True, out=out[:, 1:5, 2:18], lse=lse)
     assert found[1] is lse
     equal((out[:, 1:5, 2:18], lse), wanted)
     assert (out[:, 0] == 77).all() and (out[..., :2] == 77).all() and (out[..., 18:] == 77).all()
     only_lse = torch.full((11, 4), torch.nan)
-    assert isinstance(ops.sparse_attention(**arguments, lse=only_lse), torch.Tensor)
+    assert isinstance(OPERATORS[op](**arguments, lse=only_lse), torch.Tensor)
     equal(only_lse, wanted[1])
 
+
+def test_buffers_of_the_caller_are_filled_and_returned():
     arguments = call("select_blocks")
     ids = torch.full((11, 2, 3), 99, dtype=torch.int32)
     ops.select_blocks(**arguments, out=ids.transpose(0, 1))
     equal(ids.transpose(0, 1).contiguous(), ops.select_blocks(**arguments))
+    for op in RANKERS:
+        again = torch.full_like(ids, 99)
+        OPERATORS[op](**call(op), out=again.transpose(0, 1))
+        equal(again, ids)
     again = torch.full_like(ids, 99)
-    ops.topk_select(**call("topk_select"), out=again.transpose(0, 1))
+    ops.msa_decode(**call("msa_decode"), block_indices=again.transpose(0, 1))
     equal(again, ids)
 
     arguments = call("combine")
@@ -208,11 +238,12 @@ def test_a_schedule_serves_several_calls():
     )
 
 
-def test_workspace_may_be_bytes_or_a_tensor():
-    arguments = call("sparse_attention")
-    wanted = ops.sparse_attention(**arguments)
-    equal(ops.sparse_attention(**arguments, workspace=1 << 20), wanted)
-    equal(ops.sparse_attention(**arguments, workspace=torch.empty(64, dtype=torch.uint8)), wanted)
+@pytest.mark.parametrize("op", ATTENTION)
+def test_workspace_may_be_bytes_or_a_tensor(op):
+    arguments = call(op)
+    wanted = OPERATORS[op](**arguments)
+    equal(OPERATORS[op](**arguments, workspace=1 << 20), wanted)
+    equal(OPERATORS[op](**arguments, workspace=torch.empty(64, dtype=torch.uint8)), wanted)
 
 
 def test_empty_batches():
@@ -220,17 +251,20 @@ def test_empty_batches():
     data = tensors()
     starts = {"cu_seqlens_q": none, "cu_seqlens_k": none}
     assert (ops.select_blocks(data["idx_q"], data["idx_k"], 3, **starts) == -1).all()
-    assert (ops.index_score(data["idx_q"], data["idx_k"], **starts) == -torch.inf).all()
+    for score in (ops.index_score, ops.decode_score):
+        assert (score(data["idx_q"], data["idx_k"], **starts) == -torch.inf).all()
     ids = torch.zeros(2, 11, 3, dtype=torch.int32)
-    out, lse = ops.sparse_attention(data["q"], data["k"], data["v"], ids, **starts, return_lse=True)
-    assert not out.any() and (lse == -torch.inf).all()
-    assert ops.sparse_attention(data["q"][:0], data["k"], data["v"], ids[:, :0]).shape == (0, 4, 16)
-    out, lse = ops.sparse_attention(data["q"], data["k"][:0], data["v"][:0], ids, return_lse=True)
-    assert not out.any() and (lse == -torch.inf).all()
+    for attend in (ops.sparse_attention, ops.sparse_decode):
+        out, lse = attend(data["q"], data["k"], data["v"], ids, **starts, return_lse=True)
+        assert not out.any() and (lse == -torch.inf).all()
+        assert attend(data["q"][:0], data["k"], data["v"], ids[:, :0]).shape == (0, 4, 16)
+        out, lse = attend(data["q"], data["k"][:0], data["v"][:0], ids, return_lse=True)
+        assert not out.any() and (lse == -torch.inf).all()
     assert (ops.select_blocks(data["idx_q"], data["idx_k"][:0], 3) == -1).all()
     assert ops.select_blocks(data["idx_q"][:0], data["idx_k"], 3).shape == (4, 0, 3)
     assert ops.build_schedule(ids[:, :0]).counts.tolist() == [[[0, 0], [0, 0]]]
-    assert ops.topk_select(torch.zeros(4, 11, 0), 3).tolist() == [[[-1] * 3] * 11] * 4
+    for rank in (ops.topk_select, ops.decode_topk):
+        assert rank(torch.zeros(4, 11, 0), 3).tolist() == [[[-1] * 3] * 11] * 4
 
 
 def test_more_blocks_asked_for_than_there_are():
@@ -267,8 +301,9 @@ def test_many_heads_that_are_no_power_of_two():
     torch.testing.assert_close(out, reference.plain.sparse_attention(q, k, v, ids, **where)[0])
 
 
-def test_gradients_are_refused_rather_than_dropped():
-    arguments = call("sparse_attention")
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_gradients_are_refused_rather_than_dropped(op):
+    arguments = call(op)
     arguments["q"].requires_grad_()
     with pytest.raises(Exception, match="autograd"):
-        ops.sparse_attention(**arguments).sum().backward()
+        OPERATORS[op](**arguments).sum().backward()

@@ -37,6 +37,8 @@ ALLOWED: dict[str, set[str] | None] = {
     "cli": ANYTHING,
     "__main__": ANYTHING,
 }
+# What kernels and device helpers of a DSL import: the DSL, and types to annotate with.
+OF_DSL = {"tilelang": {"tilelang"}, "cutedsl": {"cutlass", "typing"}}
 HEAVY = {"torch", "tilelang", "tvm", "tvm_ffi", "cutlass"}
 
 
@@ -81,7 +83,21 @@ def test_generated_kernels_import_device_helpers_and_their_dsl_only() -> None:
     assert kernels
     for kernel in kernels:
         assert parts_imported(kernel) <= {"dsl"}, kernel
-        assert {name.split(".")[0] for name in imported(kernel)} <= {"msa_tiles", "tilelang", "cutlass"}, kernel
+        check_imports_of_dsl(kernel, kernel.relative_to(paths.generated_dir()).parts[0])
+
+
+@pytest.mark.parametrize("dsl", OF_DSL)
+def test_device_helpers_import_their_dsl_only(dsl: str) -> None:
+    helpers = sorted((PACKAGE / "dsl" / dsl).rglob("*.py"))
+    assert helpers
+    for helper in helpers:
+        check_imports_of_dsl(helper, dsl)
+
+
+def check_imports_of_dsl(module: Path, dsl: str) -> None:
+    names = [name.split(".") for name in imported(module)]
+    assert {name[0] for name in names} <= OF_DSL[dsl] | {"msa_tiles"}, module
+    assert {tuple(name[1:3]) for name in names if name[0] == "msa_tiles"} <= {("dsl", dsl)}, module
 
 
 @pytest.mark.parametrize(

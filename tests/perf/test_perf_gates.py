@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from perf import cases, gates
-from perf.bench_prefill import labels
+from perf import bench_msa_decode, bench_prefill, cases, gates
 
 
 def _file(tmp_path, *rows):
@@ -49,6 +48,7 @@ def test_stretch_is_told(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("gate", gates.FIRST + gates.GOALS, ids=lambda gate: f"{gate.op}-{gate.case}")
+@pytest.mark.parametrize("gate", gates.FIRST + gates.GOALS, ids=lambda gate: f"{gate.op}-{gate.case}-{gate.precision}")
 def test_every_gate_names_a_case_that_exists(gate):
-    assert gate.case in (labels() if gate.op == "prefill" else cases.labels(gate.op))
+    own = {"prefill": bench_prefill.labels, "msa_decode": lambda: bench_msa_decode.BATCHES}
+    assert gate.case in (own[gate.op]() if gate.op in own else cases.labels(gate.op))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def registry() -> Registry:
 @pytest.fixture(scope="session")
 def cell(registry: Registry) -> Cell:
     return registry.cells[0]
+
+
+@pytest.fixture(scope="session")
+def cute(cell: Cell) -> Cell:
+    """The tiny kernel in CuTe DSL; its index entry is TileLang's."""
+    file = cell.file.parents[2] / "cutedsl" / "sm90" / cell.file.name
+    return dataclasses.replace(cell, id="scale_rows.cutedsl.sm90.bf16", dsl="cutedsl", file=file)
 
 
 @pytest.fixture(scope="session")

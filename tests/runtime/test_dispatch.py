@@ -66,11 +66,45 @@ def test_a_refusal_says_why(  # type: ignore[no-untyped-def]
     assert f"\n  scale_rows.tilelang.sm90.bf16: {refusal}" in decision.complaint()
 
 
-def test_the_first_of_several_accepting_cells_runs_unless_a_backend_is_named(registry: Registry, cell: Cell) -> None:
-    other = dataclasses.replace(cell, id="scale_rows.cutedsl.sm90.bf16", dsl="cutedsl")
-    both = dataclasses.replace(registry, cells=(cell, other))
+@pytest.fixture
+def cutedsl(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> Cell:
+    """The same kernel in the other DSL, which counts as installed."""
+    monkeypatch.setattr(dispatch.toolchain, "missing", lambda _dsl: None)
+    return dataclasses.replace(cell, id="scale_rows.cutedsl.sm90.bf16", dsl="cutedsl")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_tilelang_runs_unless_a_backend_is_named(registry: Registry, cell: Cell, cutedsl: Cell, order: int) -> None:
+    both = dataclasses.replace(registry, cells=(cell, cutedsl)[::order])
     assert decide(call(), H100, both).chosen.cell is cell  # type: ignore[union-attr]
-    assert decide(call(), H100, both, "cutedsl").chosen.cell is other  # type: ignore[union-attr]
+    assert decide(call(), H100, both, "tilelang").chosen.cell is cell  # type: ignore[union-attr]
+    assert decide(call(), H100, both, "cutedsl").chosen.cell is cutedsl  # type: ignore[union-attr]
+
+
+def test_another_dsl_runs_where_tilelang_refuses(registry: Registry, cell: Cell, cutedsl: Cell) -> None:
+    paged = dataclasses.replace(cutedsl, features=frozenset({"paged"}))
+    both = dataclasses.replace(registry, cells=(cell, paged))
+    assert decide(call(features=frozenset({"paged"})), H100, both).chosen.cell is paged  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_a_helper_is_of_another_dsl_where_the_one_named_has_none(
+    registry: Registry, cell: Cell, cutedsl: Cell, has_both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = (cell, cutedsl) if has_both else (cell,)
+    monkeypatch.setattr(dispatch, "default_registry", lambda: dataclasses.replace(registry, cells=cells))
+    monkeypatch.setattr(dispatch, "device_facts", lambda *_: H100)
+    monkeypatch.setattr(dispatch, "compile_variant", lambda *_: None)
+    monkeypatch.setattr(dispatch, "Kernel", lambda chosen, *_: chosen)
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    assert find_kernel("scale_rows", call(), "cutedsl", helper=True) is cells[-1]
+    if has_both:
+        assert find_kernel("scale_rows", call(), "cutedsl") is cutedsl
+    else:
+        with pytest.raises(NoKernelError, match="it is a tilelang kernel, backend='cutedsl' was asked for"):
+            find_kernel("scale_rows", call(), "cutedsl")
+    with pytest.raises(NoKernelError, match="width is 96"):
+        find_kernel("scale_rows", call(variant={"width": 96, "capacity": 4}), "cutedsl", helper=True)
 
 
 def test_no_kernel_error_lists_every_candidate(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from msa_tiles.runtime import launch
+from msa_tiles.runtime import launch, toolchain
 from msa_tiles.runtime.cache import Cache, Entry
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.launch import Kernel
@@ -46,8 +46,13 @@ def test_a_kernel_runs_with_its_own_device_current(
     assert devices.current == current
 
 
-@pytest.fixture(scope="module")
-def kernel(cell: Cell, target: Target, cache: Cache, nvcc: object) -> Kernel:
+@pytest.fixture(scope="module", params=["tilelang", "cutedsl"])
+def kernel(request: pytest.FixtureRequest, cell: Cell, cute: Cell, target: Target, cache: Cache) -> Kernel:
+    try:
+        toolchain.require_compiler(request.param)
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    cell = cute if request.param == "cutedsl" else cell
     entry = compile_variant(cell, cell.ci[0], target.arch, cache)
     return Kernel(cell, cell.ci[0], entry, torch.device("cuda", torch.cuda.current_device()))
 

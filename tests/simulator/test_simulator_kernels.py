@@ -8,7 +8,7 @@ import pytest
 import simulated_calls
 import simulated_hybrid
 import torch
-from simulated_calls import Call
+from simulated_calls import Call, name_of
 
 from msa_tiles.runtime.registry import Cell, default_registry
 
@@ -196,6 +196,51 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
     },
+    "select_blocks_fp8": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1, "values": "integer"},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 3, "heads_per_group": 2, "key_scales": 1},
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "values": "integer", "strided": True, "shortened": True, "rows_behind": 9},
+            {
+                "head_dim": 128, "block_size": 128, "topk": 16, "k": 16, "heads_per_group": 1, "heads": 2,
+                "init_blocks": 1, "local_blocks": 2, "order": 2, "key_scales": 1,
+            },
+        ),
+        "long list": (
+            {"sequences": [(20, 1000)], "seed": 3, "values": "integer", "pages_per_block": 1, "strided": True},
+            {
+                "head_dim": 64, "block_size": 64, "topk": 64, "k": 33, "heads_per_group": 2, "order": 1,
+                "key_scales": 1,
+            },
+        ),
+        "many blocks": (
+            {
+                "sequences": [(66, 1111)], "seed": 4, "values": "integer", "pages_per_block": 2, "positions": True,
+                "strided": True,
+            },
+            {"head_dim": 64, "block_size": 64, "topk": 32, "k": 20, "heads_per_group": 4, "key_scales": 1},
+        ),
+        "one scale for all keys": (
+            {"sequences": [(66, 1111)], "seed": 7, "values": "integer", "strided": True},
+            {"head_dim": 128, "block_size": 64, "topk": 8, "k": 8, "heads_per_group": 4, "key_scales": 0},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 5, "values": "integer", "late": False, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 5, "heads_per_group": 1, "key_scales": 0},
+        ),
+        "small pages, used": (
+            {
+                "sequences": MIXED, "seed": 6, "values": "integer", "shortened": True, "rows_behind": 9,
+                "pages_per_block": 8, "positions": True,
+            },
+            {
+                "head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2,
+                "key_scales": 1,
+            },
+        ),
+    },
     "build_schedule": {
         "mixed": ({"sequences": MIXED, "seed": 1}, {"block_size": 64, "topk": 3, "heads": 2, "window": 128}),
         "strided, used": (
@@ -321,11 +366,17 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases])
-def test_a_generated_kernel_is_right(op: str, case: str) -> None:
-    call, arguments = CASES[op][case]
-    calls = simulated_hybrid if op in simulated_hybrid.OPERATORS else simulated_calls
-    getattr(calls, op)(Call(**call), **arguments)
+CELLS = default_registry().select(dsl="tilelang")
+
+
+@pytest.mark.parametrize(
+    ("cell", "case"),
+    [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
+)
+def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
+    call, arguments = CASES[name_of(cell)][case]
+    calls = simulated_hybrid if cell.op in simulated_hybrid.OPERATORS else simulated_calls
+    getattr(calls, name_of(cell))(Call(**call, target=cell.target), **arguments)
 
 
 def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
@@ -345,7 +396,7 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_every_value_of_every_compile_time_dim_is_simulated(cell: Cell) -> None:
     for dim, values in cell.variants.items():
-        assert {(call | arguments).get(dim, 0) for call, arguments in CASES[cell.op].values()} == set(values)
+        assert {(call | arguments).get(dim, 0) for call, arguments in CASES[name_of(cell)].values()} == set(values)

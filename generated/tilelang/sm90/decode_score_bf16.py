@@ -28,6 +28,8 @@
 #   total_k          runtime
 #   num_sequences    runtime
 #   max_blocks       runtime
+# Rules
+#   num_index_heads <= 64
 # Serves
 #   paged        keys in pages of a pool, found through page_table
 #   q_positions  a position for each query instead of the rule of its sequence

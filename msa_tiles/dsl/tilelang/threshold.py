@@ -1,9 +1,10 @@
 """Exact top-k of one row by a whole CTA: keys in registers, the k-th largest key found bit by bit.
 
 Thread t holds the keys of blocks t, t + threads, ... as unsigned numbers in the order of the scores. The threshold is
-the largest number that at least k keys reach: its bits are tried from the top, each with one count over the CTA, until
-exactly k keys reach it. Where its last bit leaves more than k, the keys equal to it are ties, and the same search over
-block ids keeps the lowest of them. What remains is listed in an order that depends on the keys alone.
+the largest number that at least k keys reach: two of its bits are found at a time, from the top, with one round of
+counts over the CTA, until exactly k keys reach it. Where its last bits leave more than k, the keys equal to it are
+ties, and a search over block ids, bit by bit, keeps the lowest of them. What remains is listed in an order that depends
+on the keys alone.
 """
 
 import tilelang.language as T
@@ -37,23 +38,27 @@ def load_keys(
 
 
 @T.macro
-def total_of(tx, turn, warps, sums, count):
-    """count[0] becomes its sum over the CTA; turns alternate between the two rows of sums [2, warps]."""
+def total_of(tx, turn, warps, numbers, sums, count):
+    """count[0:numbers] become their sums over the CTA; turns alternate between the rows of sums [2, 2 * warps]."""
     for step in T.unroll(5):
-        count[0] = count[0] + T.shfl_xor(count[0], 16 >> step)
-    if tx % 32 == 0:
-        sums[turn & 1, tx // 32] = count[0]
+        for n in T.unroll(numbers):
+            count[n] = count[n] + T.shfl_xor(count[n], 16 >> step)
+    for n in T.unroll(numbers):
+        if tx % 32 == 0:
+            sums[turn & 1, n * warps + tx // 32] = count[n]
     T.sync_threads()
-    count[0] = 0
-    for w in T.unroll(warps):
-        count[0] = count[0] + sums[turn & 1, w]
+    for n in T.unroll(numbers):
+        count[n] = 0
+        for w in T.unroll(warps):
+            count[n] = count[n] + sums[turn & 1, n * warps + w]
 
 
 @T.macro
 def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_keys):
     """The `wanted` best keys and their blocks, in the first places of the shared lists."""
-    count = T.alloc_local([1], "int32")
+    count = T.alloc_local([2], "int32")
     threshold = T.alloc_var("uint32")
+    step_size = T.alloc_var("uint32")
     reached = T.alloc_var("int32")
     ties = T.alloc_var("int32")
     end_id = T.alloc_var("int32")
@@ -63,18 +68,31 @@ def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_ke
     turn = T.alloc_var("int32")
     threshold = T.uint32(0)
     reached = per_thread * threads
-    bit = 31
+    bit = 30
     turn = 0
     while bit >= 0 and reached != wanted:
+        step_size = T.uint32(1) << T.cast(bit, "uint32")
         count[0] = 0
+        count[1] = 0
+        # How many reach one, two and three steps: the first two share a word, neither sum needs 16 bits.
         for j in T.unroll(per_thread):
-            if keys[j] >= (threshold | (T.uint32(1) << T.cast(bit, "uint32"))):
+            if keys[j] >= threshold + step_size:
                 count[0] = count[0] + 1
-        total_of(tx, turn, threads // 32, sums, count)
-        if count[0] >= wanted:
-            threshold = threshold | (T.uint32(1) << T.cast(bit, "uint32"))
-            reached = count[0]
-        bit = bit - 1
+            if keys[j] >= threshold + T.uint32(2) * step_size:
+                count[0] = count[0] + (1 << 16)
+            if keys[j] >= threshold + T.uint32(3) * step_size:
+                count[1] = count[1] + 1
+        total_of(tx, turn, threads // 32, 2, sums, count)
+        if count[1] >= wanted:
+            threshold = threshold + T.uint32(3) * step_size
+            reached = count[1]
+        elif (count[0] >> 16) >= wanted:
+            threshold = threshold + T.uint32(2) * step_size
+            reached = count[0] >> 16
+        elif (count[0] & 0xFFFF) >= wanted:
+            threshold = threshold + step_size
+            reached = count[0] & 0xFFFF
+        bit = bit - 2
         turn = turn + 1
     # Ties from end_id on stay out.
     end_id = 1 << ID_BITS
@@ -83,7 +101,7 @@ def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_ke
         for j in T.unroll(per_thread):
             if keys[j] > threshold:
                 count[0] = count[0] + 1
-        total_of(tx, turn, threads // 32, sums, count)
+        total_of(tx, turn, threads // 32, 1, sums, count)
         turn = turn + 1
         ties = wanted - count[0]
         end_id = 0
@@ -93,7 +111,7 @@ def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_ke
             for j in T.unroll(per_thread):
                 if keys[j] == threshold and j * threads + tx < (end_id | (1 << bit)):
                     count[0] = count[0] + 1
-            total_of(tx, turn, threads // 32, sums, count)
+            total_of(tx, turn, threads // 32, 1, sums, count)
             if count[0] <= ties:
                 end_id = end_id | (1 << bit)
             bit = bit - 1

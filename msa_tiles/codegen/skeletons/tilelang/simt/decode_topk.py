@@ -51,7 +51,7 @@ def decode_topk(max_blocks: int):
         order: T.int32,
     ):
         with T.Kernel(num_kv_heads, total_q, threads=THREADS) as (head, token):
-            sums = T.alloc_shared([2, WARPS], "int32", scope="shared.dyn")
+            sums = T.alloc_shared([2, 2 * WARPS], "int32", scope="shared.dyn")
             listed_ids = T.alloc_shared([LIST], "int32", scope="shared.dyn")
             listed_keys = T.alloc_shared([LIST], "uint32", scope="shared.dyn")
             read = T.alloc_local([per_thread], "float32")

@@ -92,7 +92,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
             v_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
             v_free = T.alloc_barrier(arrive_count=[128] * STAGES)
-            sums = T.alloc_shared([2, THREADS // 32], "int32", scope="shared")
+            sums = T.alloc_shared([2, THREADS // 16], "int32", scope="shared")
             listed_ids = T.alloc_shared([LIST], "int32", scope="shared")
             listed_keys = T.alloc_shared([LIST], "uint32", scope="shared")
             request = T.alloc_local([1], "int32")

@@ -1,0 +1,145 @@
+"""Indexer scores and top-k in one kernel: the score matrix never exists.
+
+Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
+one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last request pad the rows that belong
+to nobody. The parts that index_score shares stand in msa_tiles.dsl.cutedsl.indexer.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from msa_tiles.dsl.cutedsl import topk as top
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
+from msa_tiles.dsl.cutedsl.scores import row_of_lane
+from msa_tiles.dsl.cutedsl.varlen import last_visible
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 3  # <- tile.stages
+CONSUMERS = 2  # <- tile.consumers
+PRODUCER_REGISTERS = 40  # <- tile.producer_registers
+CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
+
+
+def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
+    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
+
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
+    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
+    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+
+    Returns the entry point and stand-ins for its arguments.
+    """
+    kernel = SelectBlocks(head_dim, block_size, topk, heads_per_group, pages_per_block)
+    return kernel, kernel.arguments(Int32, scalars=5)
+
+
+class SelectBlocks(Indexer):
+    """Warps
+      warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
+      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
+
+    Pipelines (name: depth, arrivals)
+      q_full: 1, 1 producer thread + TMA bytes
+      k_full: STAGES, 1 producer thread + TMA bytes      k_free: STAGES, one of each consumer warp
+
+    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
+      queries [CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
+
+    The consumer has two score tiles: one is multiplied while the other is reduced; a list of 64 leaves it registers
+    for one. Warp i owns rows 16i to 16i+15; lane l serves row l % 16 and takes the even blocks (l < 16) or the odd
+    ones. The two lists of a row are merged at the end. With several index heads per KV head the maximum also runs over
+    the heads.
+    """
+
+    def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block):
+        super().__init__(
+            ELEMENTS[ELEMENT], head_dim, block_size, heads_per_group, pages_per_block, STAGES, CONSUMERS,
+            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
+        )  # fmt: skip
+        self.topk = topk
+
+    @cute.jit
+    def __call__(
+        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
+        use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
+    ):  # fmt: skip
+        """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
+        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
+        self.kernel(
+            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
+            use_positions, init_blocks, local_blocks, order,
+        ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
+        out: cute.Tensor, use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
+        order: Int32,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        head, slot_reversed, _ = cute.arch.block_idx()
+        _, slots, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sQ, sK, q_full, k_full, k_free = self.prepare(SmemAllocator(), q_atom, k_atom)
+        request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
+            slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
+            use_seqused, use_positions, Int32(1),
+        )  # fmt: skip
+        if first_token < end_token:
+            if warp >= self.consumers * GROUP // 32:
+                cute.arch.setmaxregister_decrease(self.producer_registers)
+                if warp == self.consumers * GROUP // 32:
+                    self.produce(
+                        q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
+                        request, first_token, num_blocks,
+                    )  # fmt: skip
+            else:
+                cute.arch.setmaxregister_increase(self.consumer_registers)
+                group = warp // 4
+                self.consume(
+                    sQ, sK, q_full, k_full, k_free, group, thread % GROUP, head, first_token + group * ROWS, end_token,
+                    first_limit + group * ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
+                    local_blocks, order, out,
+                )  # fmt: skip
+
+    @cute.jit
+    def consume(
+        self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
+        group: Int32, thread: Int32, head: Int32, first_token: Int32, end_token: Int32, first_limit: Int32,
+        length: Int32, num_blocks: Int32, q_positions: cute.Tensor, use_positions: Int32, init_blocks: Int32,
+        local_blocks: Int32, order: Int32, out: cute.Tensor,
+    ):  # fmt: skip
+        """The 64 rows of one warpgroup; first_token and first_limit are its own, thread counts in it."""
+        lane = cute.arch.lane_idx()
+        token = first_token + thread // 32 * 16 + lane % 16
+        inside = cutlass.min(token, end_token - 1)
+        limit = last_visible(q_positions, use_positions, inside, first_token, first_limit, length)
+        valid = cutlass.max(limit + self.block_size, 0) // self.block_size
+        keys = cute.make_rmem_tensor(self.topk, Int32)
+        ids = cute.make_rmem_tensor(self.topk, Int32)
+        top.clear(keys, ids)
+        limits, full_blocks = self.row_limits(
+            q_positions, use_positions, first_token, end_token, first_limit, length, thread
+        )
+        operands = self.operands(sQ, sK)
+        state = (keys, ids, valid, init_blocks, local_blocks)
+        score = self.score_pairs if cutlass.const_expr(self.topk <= 32) else self.score_singly
+        score(operands, group * self.heads, q_full, k_full, k_free, limits, full_blocks, num_blocks, lane, state)
+        top.merge(keys, ids, 16, lane < 16)
+        if (lane < 16) & (token < end_token):
+            top.emit(keys, ids, valid, Int32(out.shape[2]), order, out[head, token, None])
+
+    @cute.jit
+    def finish_pair(self, state, first_block: Int32, max_even: cute.Tensor, max_odd: cute.Tensor, lane: Int32):
+        """Offer the maxima of two neighbouring blocks to the lists: lanes below 16 take the first one."""
+        keys, ids, valid, init_blocks, local_blocks = state
+        block = first_block + lane // 16
+        key = top.order_key(row_of_lane(max_even, max_odd, lane))
+        key = top.forced_key(key, block, valid, init_blocks, local_blocks)
+        # An invisible block ranks with the empty entries and never gets in.
+        top.insert(keys, ids, top.pick(block < valid, key, top.EMPTY), block)

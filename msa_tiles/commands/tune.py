@@ -1,0 +1,125 @@
+"""`msa-tiles tune`: time the kernels of every DSL on this GPU and keep which one is fastest."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from msa_tiles import console
+from msa_tiles.commands._options import add_filters, filters_of
+
+# Runs in turns, so that no DSL has the cooler card.
+ROUNDS = 3
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("tune", help="measure which DSL's kernel is faster on this GPU", description=__doc__)
+    add_filters(parser)
+    parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
+    parser.add_argument("--workload", nargs="+", metavar="LABEL", help="only these bench workloads of the specs")
+    parser.add_argument("--seconds", type=float, default=0.2, help="how long each kernel runs a round (default 0.2)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import datetime
+
+    import torch
+
+    from msa_tiles.runtime import tuned
+    from msa_tiles.runtime.facts import device_facts
+    from msa_tiles.runtime.registry import Cell, default_registry
+    from msa_tiles.spec.model import DSLS
+
+    if not torch.cuda.is_available():
+        console.complain("msa-tiles tune: there is no CUDA device here; kernels can only be timed on one")
+        return 2
+    registry = default_registry()
+    device = torch.device(args.device)
+    facts = device_facts(device, registry.targets.values())
+    rivals: dict[tuple[str, str], list[Cell]] = {}
+    for cell in registry.select(**filters_of(args)):
+        if cell.target == facts.target:
+            rivals.setdefault((cell.op, cell.precision), []).append(cell)
+    rivals = {key: cells for key, cells in rivals.items() if len(cells) > 1}
+    console.say(f"{len(rivals)} operators with rival kernels on {facts}")
+    rows: list[tuple[str, ...]] = [("operator", "workload", *DSLS)]
+    for cells in console.progress(rivals.values(), "operators"):
+        for figure in _figures(cells, device, args.workload, args.seconds):
+            tuned.write(
+                registry.directory,
+                [
+                    tuned.Figure(
+                        op=cells[0].op,
+                        target=cells[0].target,
+                        precision=cells[0].precision,
+                        workload=figure[0],
+                        queries=figure[1],
+                        card=facts.name,
+                        date=datetime.date.today().isoformat(),
+                        ms=figure[2],
+                        digests={cell.id: cell.digest for cell in cells if cell.id in figure[2]},
+                    )
+                ],
+            )
+            by_dsl = {cell.dsl: f"{figure[2][cell.id]:.4f} ms" for cell in cells if cell.id in figure[2]}
+            rows.append((cells[0].op, figure[0], *(by_dsl.get(dsl, "") for dsl in DSLS)))
+    console.table(rows)
+    return 0
+
+
+def _figures(
+    cells: Sequence[Any], device: Any, labels: Sequence[str] | None, seconds: float
+) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """(workload, queries, milliseconds by cell) for each bench workload of the operator."""
+    from msa_tiles import paths
+    from msa_tiles.spec import load
+    from msa_tiles.verify.cases import Case
+    from msa_tiles.verify.inputs import Source
+    from msa_tiles.verify.operators import CHECKS
+
+    operator = load(paths.specs_dir()).operators[cells[0].op]
+    for workload in operator.bench:
+        if labels and workload.label not in labels:
+            continue
+        case = Case(cells[0], operator, workload, operator.m3, 0.0)
+        calls: dict[str, Callable[[], Any]] = {}
+        for cell in cells:
+            check = CHECKS[cell.op](case, Source(device, 0, workload.values), False, cell.dsl)
+            calls[cell.id] = functools.partial(check.run, False)
+        yield workload.label, case.dims["total_q"], measure(calls, seconds)
+
+
+def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Milliseconds of each call on the GPU, captured in a graph: the median over rounds in which all run in turn."""
+    import torch
+
+    def captured(call: Callable[[], Any]) -> Callable[[], None]:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def timed(call: Callable[[], Any], times: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / times
+
+    times = {}
+    calls = {name: captured(call) for name, call in calls.items()}
+    for name, call in calls.items():
+        times[name] = max(1, int(seconds * 1e3 / max(timed(call, 2), 1e-3)))
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS):
+        for name in list(calls) if turn % 2 == 0 else list(reversed(calls)):
+            found[name].append(timed(calls[name], times[name]))
+    return {name: round(statistics.median(values), 5) for name, values in found.items()}

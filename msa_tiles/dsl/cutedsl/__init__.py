@@ -1,0 +1,1 @@
+"""Device helpers that generated CuTe DSL kernels import."""

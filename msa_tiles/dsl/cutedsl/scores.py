@@ -1,0 +1,73 @@
+"""Block max-pool over a score tile that a warpgroup holds in registers.
+
+A tile is wgmma's accumulator of 64 rows: warp i owns rows 16i to 16i + 15, and lane l of it holds, of rows l // 4 and
+l // 4 + 8, the columns 8j + 2 (l % 4) and the next one, for every j. Element ((column, half, j), 0, 0).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+@cute.jit
+def block_max(
+    scores: cute.Tensor,
+    maxima: cute.Tensor,
+    limits: cute.Tensor,
+    first_key: Int32,
+    block: Int32,
+    full_blocks: Int32,
+    lane: Int32,
+):
+    """Fold one block's scores into this lane's maxima[half]; rows see the keys up to limits[half].
+
+    Blocks below full_blocks are visible to every row and need no mask. NaN products are ignored (fmax).
+    """
+    if block >= full_blocks:
+        for half in cutlass.range_constexpr(2):
+            fold(scores, maxima, half, limits[half] - first_key - lane % 4 * 2)
+    else:
+        for half in cutlass.range_constexpr(2):
+            fold(scores, maxima, half, None)
+
+
+@cute.jit
+def fold(scores: cute.Tensor, maxima: cute.Tensor, half: cutlass.Constexpr, room):
+    """Fold the columns of one half into maxima[half], those up to `room` of them, or all of them for None.
+
+    The tile is only read: registers that anything but wgmma writes make the compiler wait for every single product.
+    """
+    # Two chains a row, so that one maximum need not wait for the last.
+    chains = [maxima[half], -cutlass.Float32.inf]
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for column in cutlass.range_constexpr(2):
+            score = scores[(column, half, j), 0, 0]
+            if cutlass.const_expr(room is not None):
+                score = choose(room >= 8 * j + column, score, -Float32.inf)
+            chains[column] = cute.arch.fmax(chains[column], score)
+    maxima[half] = cute.arch.fmax(chains[0], chains[1])
+
+
+@cute.jit
+def row_of_lane(even: cute.Tensor, odd: cute.Tensor, lane: Int32) -> Float32:
+    """Finish the maxima of two tiles: lane l gets row l % 16 of its warp, of the even tile below lane 16, else the odd.
+
+    The four lanes of a row exchange halves of what they hold and so end up with one finished maximum each: number
+    l % 2 + 2 p, of half l % 2 and tile p. One more exchange sends it where it belongs.
+    """
+    high = lane % 2 != 0
+    even_row = cute.arch.fmax(
+        choose(high, even[1], even[0]), cute.arch.shuffle_sync_bfly(choose(high, even[0], even[1]), 1)
+    )
+    odd_row = cute.arch.fmax(choose(high, odd[1], odd[0]), cute.arch.shuffle_sync_bfly(choose(high, odd[0], odd[1]), 1))
+    second = lane % 4 >= 2
+    row = cute.arch.fmax(
+        choose(second, odd_row, even_row), cute.arch.shuffle_sync_bfly(choose(second, even_row, odd_row), 2)
+    )
+    return cute.arch.shuffle_sync(row, lane % 8 * 4 + lane // 16 * 2 + lane // 8 % 2)
+
+
+@cute.jit
+def choose(condition: cutlass.Boolean, value: Float32, other: Float32) -> Float32:
+    """`value` where the condition holds, else `other`, without a branch."""
+    return Float32(cutlass.select_(condition, value, other))

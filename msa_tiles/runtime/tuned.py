@@ -1,0 +1,94 @@
+"""What was measured: milliseconds of each DSL's kernel, per target, operator, precision and call size.
+
+`generated/tuned.json` is written by `msa-tiles tune` on a GPU and committed. Dispatch prefers the kernel that was
+fastest at the measured size nearest to the call's. A figure counts only for the digest that it was taken with; without
+figures the order is that of `DSLS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from msa_tiles.runtime.registry import Cell
+from msa_tiles.spec.model import DSLS
+
+TUNED = "tuned.json"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One workload of one operator, timed for every cell that serves it."""
+
+    op: str
+    target: str
+    precision: str
+    workload: str
+    queries: int
+    card: str
+    date: str
+    ms: Mapping[str, float]  # cell id -> milliseconds
+    digests: Mapping[str, str]  # cell id -> digest that was timed
+
+    def fresh(self, cell: Cell) -> bool:
+        """Was this very kernel timed?"""
+        return self.digests.get(cell.id) == cell.digest
+
+
+def bucket(queries: int) -> int:
+    """Calls whose sizes share their highest bit are alike."""
+    return max(queries, 1).bit_length()
+
+
+def nearest(figures: Iterable[Figure], op: str, target: str, precision: str, size: int) -> Figure | None:
+    """The figure of this operator whose size is closest to bucket ``size``; the larger of two equally close ones."""
+    own = [figure for figure in figures if (figure.op, figure.target, figure.precision) == (op, target, precision)]
+    return min(own, key=lambda f: (abs(bucket(f.queries) - size), -f.queries), default=None)
+
+
+def preference(cell: Cell, figure: Figure | None) -> tuple[float, int]:
+    """Sorts cells: measured ones first, the fastest first; the others in the default order."""
+    place = DSLS.index(cell.dsl)
+    if figure is None or not figure.fresh(cell):
+        return float("inf"), place
+    return figure.ms[cell.id], place
+
+
+def read(directory: Path) -> tuple[Figure, ...]:
+    """The committed figures; none when there is no file. Raises ValueError for one that is malformed."""
+    path = directory / TUNED
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Figure(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["figures"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what `msa-tiles tune` writes: {error}") from error
+
+
+def write(directory: Path, figures: Iterable[Figure]) -> None:
+    """Replace the figures of the same operator, target, precision and workload; keep the others."""
+    kept = {_key(figure): figure for figure in read(directory)}
+    kept |= {_key(figure): figure for figure in figures}
+    entries: list[dict[str, Any]] = [asdict(kept[key]) for key in sorted(kept)]
+    text = json.dumps({"figures": entries}, indent=1, sort_keys=True) + "\n"
+    handle, name = tempfile.mkstemp(prefix=f".{TUNED}-", dir=directory)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.chmod(name, 0o644)
+    os.replace(name, directory / TUNED)
+
+
+def _key(figure: Figure) -> tuple[str, str, str, str]:
+    return figure.target, figure.op, figure.precision, figure.workload
+
+
+@functools.lru_cache(maxsize=8)
+def figures_of(directory: Path) -> tuple[Figure, ...]:
+    """`read`, remembered: dispatch asks for every new kind of call."""
+    return read(directory)

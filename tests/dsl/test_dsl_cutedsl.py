@@ -1,0 +1,178 @@
+"""Device helpers of CuTe DSL kernels, and the arithmetic of their schedules, as host code on CPU tensors.
+
+The DSL compiles a function for the CPU too, as long as it asks for no thread, warp or barrier.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+cutlass = pytest.importorskip("cutlass", reason="needs the extra `cutedsl`")
+
+from cutlass import Int32, cute  # noqa: E402
+from cutlass.cute.runtime import from_dlpack  # noqa: E402
+
+from msa_tiles import reference  # noqa: E402
+from msa_tiles.dsl.cutedsl import topk, varlen  # noqa: E402
+from msa_tiles.runtime.registry import default_registry  # noqa: E402
+
+CAPACITY = 8
+ORDERS = ("ascending", "score", "local_last")
+
+
+def run(function: Any, *arguments: Any) -> None:
+    function(*(from_dlpack(value) if isinstance(value, Tensor) else value for value in arguments))
+
+
+def int32(*shape: int, fill: int = -7) -> Tensor:
+    return torch.full(shape, fill, dtype=torch.int32)
+
+
+def kernel_of(op: str, **variant: int) -> tuple[Any, Any]:
+    """A generated kernel object of one variant, and its module."""
+    (cell,) = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision="bf16")
+    entry, _ = cell.function(**variant)
+    return entry, sys.modules[cell.function.__module__]
+
+
+@cute.jit
+def order_keys(scores: cute.Tensor, keys: cute.Tensor):
+    for i in cutlass.range(cute.size(scores)):
+        keys[i] = topk.order_key(scores[i])
+
+
+def test_keys_order_as_scores_do() -> None:
+    scores = torch.tensor([torch.nan, -torch.inf, -3e38, -1.5, -1e-45, 0.0, 1e-45, 1.5, 3e38, torch.inf])
+    keys, zeros = int32(len(scores)), int32(2)
+    run(order_keys, scores, keys)
+    run(order_keys, torch.tensor([0.0, -0.0]), zeros)
+    assert bool((keys.diff() > 0).all()), "NaN first, then ascending"
+    assert zeros.tolist() == [int(keys[5])] * 2
+    assert int(keys[0]) > topk.EMPTY and int(keys[-1]) < topk.LOCAL_KEY < topk.INIT_KEY
+
+
+@cute.jit
+def rank(scores: cute.Tensor, valid: cute.Tensor, out: cute.Tensor, init: Int32, local: Int32, order: Int32):
+    for row in cutlass.range(scores.shape[0]):
+        keys = cute.make_rmem_tensor(CAPACITY, Int32)
+        ids = cute.make_rmem_tensor(CAPACITY, Int32)
+        topk.clear(keys, ids)
+        for block in cutlass.range(valid[row]):
+            key = topk.order_key(scores[row, block])
+            topk.insert(keys, ids, topk.forced_key(key, block, valid[row], init, local), block)
+        topk.emit(keys, ids, valid[row], Int32(out.shape[1]), order, out[row, None])
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize(("k", "init", "local"), [(8, 0, 1), (5, 1, 2), (3, 4, 4), (1, 0, 0)])
+def test_a_list_holds_the_best(order: int, k: int, init: int, local: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randint(-3, 4, (200, 23), generator=generator).float()
+    for value in (torch.nan, torch.inf, -torch.inf):
+        scores[torch.rand(scores.shape, generator=generator) < 0.05] = value
+    valid = torch.randint(0, 24, (200,), generator=generator).to(torch.int32)
+    out = int32(200, k)
+    run(rank, scores, valid, out, init, local, order)
+    forced = {"init_blocks": init, "local_blocks": local, "order": ORDERS[order]}
+    assert torch.equal(out, reference.topk_select(scores[None], k, num_valid_blocks=valid, **forced)[0])
+
+
+def test_bits_below() -> None:
+    _, module = kernel_of("topk_select", topk=16)
+
+    @cute.jit
+    def masks(counts: cute.Tensor, out: cute.Tensor):
+        for i in cutlass.range(cute.size(counts)):
+            out[i] = module.bits_below(counts[i])
+
+    counts = torch.tensor([-(2**31), -1, 0, 1, 5, 31, 32, 33, 2**31 - 1], dtype=torch.int32)
+    out = int32(len(counts))
+    run(masks, counts, out)
+    wanted = [0, 0, 0, 1, 31, 2**31 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1]
+    assert [mask % 2**32 for mask in out.tolist()] == wanted
+
+
+@cute.jit
+def owners(starts: cute.Tensor, values: cute.Tensor, requests: cute.Tensor, slots: cute.Tensor):
+    for i in cutlass.range(cute.size(values)):
+        requests[i] = varlen.last_at_most(starts, values[i])
+        slots[i] = varlen.last_tile_at_most(starts, 64, values[i])
+
+
+def test_requests_are_found_by_token_and_by_tile() -> None:
+    lengths = [0, 3, 0, 0, 200, 64, 1, 0, 127]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    values = torch.arange(int(starts[-1]), dtype=torch.int32)
+    requests, slots = int32(len(values)), int32(len(values))
+    run(owners, starts, values, requests, slots)
+    assert requests.tolist() == [request for request, length in enumerate(lengths) for _ in range(length)]
+    first_slots = starts // 64 + torch.arange(len(starts))
+    for request, length in enumerate(lengths):
+        mine = (slots == request).nonzero()[:, 0]
+        assert int(mine.min()) == int(first_slots[request])
+        assert len(mine) >= -(-length // 64), "a request has a slot for each of its tiles"
+
+
+def test_a_schedule_places_every_edge_and_cuts_long_blocks() -> None:
+    """What stands between the two walks of build_schedule: the counts of every warp become places and tasks."""
+    block_size = 64
+    kernel, module = kernel_of("build_schedule", block_size=block_size)
+    warps, blocks, per_thread = module.WARPS, module.BLOCKS, module.PER_THREAD
+    threads = blocks // per_thread
+    generator = torch.Generator().manual_seed(0)
+    lengths_k = torch.tensor([0, 20000, 0, 5, 9000, 64])
+    starts_k = torch.tensor([0, *lengths_k]).cumsum(0).to(torch.int32)
+    first_blocks = starts_k // block_size + torch.arange(len(starts_k), dtype=torch.int32)
+    low, number = 11, int(first_blocks[-2] + 1) - 11
+    # Numbers between two requests belong to no block.
+    real = torch.zeros(number, dtype=torch.bool)
+    for request, length in enumerate(lengths_k.tolist()):
+        first = int(first_blocks[request]) - low
+        real[max(first, 0) : max(first + -(-length // block_size), 0)] = True
+    counted = torch.randint(0, 60, (warps, number), generator=generator).to(torch.int32)
+    counted *= (torch.rand(number, generator=generator) < 0.5) & real
+    counters = int32(warps, blocks, fill=12345)
+    counters[:, :number] = counted
+    cut = torch.randint(0, 2, (blocks,), generator=generator).to(torch.int32)
+    tasks, totals = int32(4096, 4), int32(threads, 2)
+
+    @cute.jit
+    def place(counters: cute.Tensor, cut: cute.Tensor, tasks: cute.Tensor, starts: cute.Tensor, totals: cute.Tensor):
+        lengths = module.Lengths(starts, starts, starts, starts, Int32(0), Int32(0))
+        edge_at, task_at = Int32(0), Int32(0)
+        for thread in cutlass.range(threads):
+            parts, edge_sum, task_sum = kernel.total(counters, thread, Int32(number))
+            requests = Int32(cute.size(starts)) - 1
+            kernel.place(counters, cut, parts, tasks, lengths, requests, thread, Int32(low), edge_at, task_at)
+            totals[thread, 0] = edge_sum
+            totals[thread, 1] = task_sum
+            edge_at = edge_at + edge_sum
+            task_at = task_at + task_sum
+
+    run(place, counters.view(warps, threads, per_thread), cut.view(threads, per_thread), tasks, starts_k, totals)
+    # Places: block after block, in it warp after warp.
+    wanted = (counted.T.flatten().cumsum(0) - counted.T.flatten()).view(number, warps).T
+    assert torch.equal(counters[:, :number].long(), wanted)
+    sums = counted.sum(0)
+    assert int(totals[:, 0].sum()) == int(sums.sum())
+    at = 0
+    for block in sums.nonzero()[:, 0].tolist():
+        request = int((first_blocks <= low + block).nonzero()[-1])
+        row = (low + block - int(first_blocks[request])) * block_size
+        valid = min(block_size, int(lengths_k[request]) - row)
+        edge, left = int(wanted[0, block]), int(sums[block])
+        pieces = -(-left // module.CHUNK)
+        sizes = []
+        for _ in range(pieces):
+            start, first, size, extent = tasks[at].tolist()
+            assert (start, first, extent) == (int(starts_k[request]) + row, edge, valid * 2 + int(cut[block]))
+            assert 0 < size <= module.CHUNK
+            edge, left, at = edge + size, left - size, at + 1
+            sizes.append(size)
+        assert left == 0 and max(sizes) - min(sizes) < 8 * pieces
+    assert at == int(totals[:, 1].sum()) and tasks[at].tolist() == [-7] * 4

@@ -1,0 +1,198 @@
+"""What the operators hand to a kernel fits the host code of the CuTe DSL ones, which checks it before it launches.
+
+There is no GPU here: CPU tensors travel as tensors of device cuda:0. A call whose arguments fit gets as far as asking
+for the driver, and one that does not fit is refused before that, with a sentence that names the argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from torch import Tensor
+
+from msa_tiles import ops, runtime
+from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.runtime import toolchain
+from msa_tiles.runtime.compiler import compile_variant
+from msa_tiles.runtime.dispatch import fit_variant
+from msa_tiles.runtime.launch import load_function
+from msa_tiles.runtime.registry import default_registry
+
+pytestmark = pytest.mark.slow
+
+NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
+CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}  # DLPack's (type code, bits)
+CUDA = 2  # DLPack's device type
+# Integers may begin anywhere. Requests of one, no, four and 125 tokens.
+LENGTHS = torch.tensor([-1, 0, 1, 1, 5, 130], dtype=torch.int32)[1:]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class Disguised:
+    """A CPU tensor that says it lies on cuda:0."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        code, bits = CODES[tensor.dtype]
+        rank = tensor.dim()
+        extents = ctypes.c_int64 * rank
+        self.kept = tensor, extents(*tensor.shape), extents(*tensor.stride())
+        shape, strides = (ctypes.addressof(values) for values in self.kept[1:])
+        self.managed = DLManagedTensor(DLTensor(tensor.data_ptr(), CUDA, 0, rank, code, bits, 1, shape, strides, 0))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, 0
+
+    def __dlpack__(self, **_options: Any) -> object:
+        make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(self.managed), b"dltensor", None)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Route CPU tensors to the compiled kernels; the operators whose arguments passed every check."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels would run here, on pointers of the CPU")
+    try:
+        toolchain.require_compiler("cutedsl")
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    names: list[str] = []
+
+    def find_kernel(op: str, facts: Any, backend: str = "auto", *, helper: bool = False) -> Callable[..., None]:
+        cells = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision=facts.precision)
+        if not cells:
+            return lambda *_arguments: None
+        assert not facts.features - cells[0].features
+        variant, misfit = fit_variant(cells[0], facts.variant)
+        assert misfit is None
+        function = load_function(compile_variant(cells[0], variant, "sm_90a"))
+
+        def kernel(*arguments: Any) -> None:
+            disguised = [Disguised(value) if isinstance(value, Tensor) else value for value in arguments]
+            values = [tvm_ffi.from_dlpack(value) if isinstance(value, Disguised) else value for value in disguised]
+            with pytest.raises(RuntimeError, match=NO_DRIVER):
+                function(*values)
+            names.append(op)
+
+        return kernel
+
+    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(runtime, "find_kernel", find_kernel)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    return names
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def strided(*shape: int) -> Tensor:
+    """Rows of a wider tensor, heads before tokens."""
+    tokens, heads, dim = shape
+    return normal(heads, tokens, 2 * dim).transpose(0, 1)[..., :dim]
+
+
+def integers(*shape: int) -> Tensor:
+    """A part of a wider tensor that begins 4 bytes behind it."""
+    return torch.zeros((*shape[:-1], shape[-1] + 3), dtype=torch.int32)[..., 1 : 1 + shape[-1]]
+
+
+def flat(make: Callable[..., Tensor], heads: int | None, dim: int) -> dict[str, Any]:
+    """One sequence, with nothing but keys."""
+    return {"keys": make(130, heads, dim) if heads else make(130, 1, dim)[:, 0]}
+
+
+def packed(make: Callable[..., Tensor], heads: int | None, dim: int) -> dict[str, Any]:
+    """Requests one after another, with what is optional."""
+    where = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS, "seqused_k": LENGTHS.diff(), "max_seqlen_k": 125}
+    return {**flat(make, heads, dim), **where, "q_positions": integers(130)}
+
+
+def paged(_make: Callable[..., Tensor], heads: int | None, dim: int) -> dict[str, Any]:
+    """Pages of half a block."""
+    keys = normal(*((6, heads, 64, dim) if heads else (6, 64, dim)))
+    return {"keys": keys, "cu_seqlens_q": LENGTHS, "page_table": integers(4, 3), "seqused_k": LENGTHS.diff()}
+
+
+PLACES = [(flat, normal), (packed, strided), (paged, strided)]
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_index_score(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    where = place(make, None, 128)
+    idx_k = where.pop("keys")
+    ops.index_score(make(130, 4, 128), idx_k, **where)
+    ops.index_score(make(130, 1, 128), idx_k, layout="token_major", causal=False, **where)
+    assert launched == ["index_score"] * 2
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_select_blocks(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    where = place(make, None, 128)
+    idx_k = where.pop("keys")
+    ops.select_blocks(make(130, 4, 128), idx_k, 16, **where)
+    ops.select_blocks(make(130, 1, 128), idx_k, 13, order="score", init_blocks=1, out=integers(1, 130, 13), **where)
+    assert launched == ["select_blocks"] * 2
+
+
+@pytest.mark.parametrize("place", [flat, packed])
+def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
+    where = place(normal, None, 128)
+    del where["keys"]
+    ops.topk_select(torch.zeros(4, 130, 2), 16, **where)
+    wide = torch.zeros(130, 4, 7).transpose(0, 1)[..., 1:3]
+    ops.topk_select(wide, 5, num_kv_heads=2, order="score", out=integers(2, 130, 5), **where)
+    ops.topk_select(wide, 16, num_valid_blocks=integers(130), **where)
+    assert launched == ["topk_select"] * 3
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_sparse_attention(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    ids = integers(2, 130, 3)
+    ops.sparse_attention(make(130, 32, 128), k, k, ids, **where)
+    ops.sparse_attention(make(130, 32, 128), k, k, ids, out=strided(130, 32, 128), return_lse=True, **where)
+    few = integers(2, 130, 1)
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    ops.sparse_attention(make(130, 32, 128), k, k, few, workspace=workspace, **where)
+    windows = -(-130 // _attention_kernels.window_for(130, (1 << 20) // _attention_kernels.bytes_per_query(1, 32, 128)))
+    window = ["sparse_attention", "combine"]
+    assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
+
+
+@pytest.mark.parametrize("make", [normal, strided])
+def test_combine(launched: list[str], make: Callable[..., Tensor]) -> None:
+    partial_out = torch.stack([make(3, 5, 128)] * 4)
+    ops.combine(partial_out, torch.zeros(4, 3, 5))
+    ops.combine(partial_out[:1], torch.zeros(4, 5, 3).transpose(1, 2)[:1])
+    assert launched == ["combine"] * 2
+
+
+def test_what_does_not_fit_is_refused(launched: list[str]) -> None:
+    """A faulty call must not pass for a good one here."""
+    facts = types.SimpleNamespace(precision="bf16", features=frozenset(), variant={"head_dim": 128})
+    kernel = runtime.find_kernel("combine", facts)
+    partials, lses, out, lse = normal(4, 3, 5, 128), torch.zeros(4, 3, 5), normal(3, 5, 128), torch.zeros(3, 5)
+    for arguments in ((partials, lses, out), (partials, lses, out.float(), lse), (partials, lses, out[:2], lse)):
+        with pytest.raises((TypeError, ValueError), match="when calling"):
+            kernel(*arguments)
+    assert launched == []

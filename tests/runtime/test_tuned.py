@@ -1,0 +1,67 @@
+"""The table of measurements, and the kernels that dispatch takes by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from msa_tiles.runtime import tuned
+from msa_tiles.runtime.registry import default_registry
+from msa_tiles.runtime.tuned import Figure
+from msa_tiles.spec.model import DSLS
+
+CELL = default_registry().of("select_blocks")[0]
+OTHER = dataclasses.replace(CELL, id=CELL.id.replace("tilelang", "cutedsl"), dsl="cutedsl", digest="b" * 16)
+
+
+def figure(queries: int, mine: float, other: float, **changes: object) -> Figure:
+    made = Figure(
+        CELL.op, CELL.target, CELL.precision, f"w{queries}", queries, "a card", "2026-01-01",
+        {CELL.id: mine, OTHER.id: other}, {CELL.id: CELL.digest, OTHER.id: OTHER.digest},
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def order(found: Figure | None) -> list[str]:
+    return [cell.dsl for cell in sorted((CELL, OTHER), key=lambda cell: tuned.preference(cell, found))]
+
+
+def test_the_fastest_measured_kernel_comes_first() -> None:
+    assert order(figure(1, 2.0, 1.0)) == ["cutedsl", "tilelang"]
+    assert order(figure(1, 1.0, 2.0)) == ["tilelang", "cutedsl"]
+
+
+def test_without_figures_the_order_is_the_documented_one() -> None:
+    assert order(None) == list(DSLS)
+
+
+def test_figures_of_another_digest_do_not_count() -> None:
+    stale = figure(1, 2.0, 1.0, digests={CELL.id: CELL.digest, OTHER.id: "c" * 16})
+    assert order(stale) == ["tilelang", "cutedsl"]
+
+
+def test_the_nearest_size_decides() -> None:
+    figures = [figure(8, 1.0, 2.0), figure(32768, 2.0, 1.0), figure(1 << 20, 1.0, 2.0, op="another")]
+    asked = {queries: tuned.nearest(figures, CELL.op, CELL.target, CELL.precision, tuned.bucket(queries)) for queries in
+             (1, 100, 5000, 1 << 20)}  # fmt: skip
+    assert {queries: found.queries for queries, found in asked.items() if found} == {
+        1: 8, 100: 8, 5000: 32768, 1 << 20: 32768,
+    }  # fmt: skip
+    assert tuned.nearest(figures, CELL.op, "another", CELL.precision, 1) is None
+
+
+def test_a_new_measurement_replaces_the_old_one(tmp_path: Path) -> None:
+    assert tuned.read(tmp_path) == ()
+    tuned.write(tmp_path, [figure(8, 1.0, 2.0), figure(16, 1.0, 2.0)])
+    tuned.write(tmp_path, [figure(8, 3.0, 2.0)])
+    assert {found.queries: found.ms[CELL.id] for found in tuned.read(tmp_path)} == {8: 3.0, 16: 1.0}
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"figures": [{"op": "x"}]}), json.dumps({})])
+def test_a_malformed_table_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / tuned.TUNED).write_text(text)
+    with pytest.raises(ValueError, match=r"tuned\.json is not what `msa-tiles tune` writes"):
+        tuned.read(tmp_path)
