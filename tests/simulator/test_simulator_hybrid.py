@@ -54,7 +54,7 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     ids = call.source.selection(call.lengths, heads, topk, block_size, True)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
-    facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant)
+    facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
     with hybrid(fill=1):
         _attention_kernels.sparse_attention(
             facts,
