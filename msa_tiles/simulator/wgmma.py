@@ -23,6 +23,8 @@ NEVER = np.iinfo(np.int32).max
 class Wgmma:
     """One issued product C = A B, or C += A B; a commit group of its own."""
 
+    hint = "what a wgmma of {agent} reads; the barrier between must come after wait_wgmma"
+
     def __init__(self, frame: Frame, a: Box, b: Box, c: Box, transpose_a: bool, transpose_b: bool, clear: bool) -> None:
         warps = frame.whole_warps("wgmma")
         if len(warps) % WARPGROUP or warps[0] % WARPGROUP:

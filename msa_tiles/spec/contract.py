@@ -195,7 +195,7 @@ def _tolerance(node: Node, outputs: Any) -> Any:
 def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
     keys = node.fields(
         ("dsl", "target", "precision", "compute", "mma", "tile", "threads", "shared_memory"),
-        optional=("copy", "registers", "expect", "features"),
+        optional=("copy", "registers", "tensor_memory", "expect", "features"),
     )
     tile_keys = keys["tile"].entries()
     for name, value in tile_keys.items():
@@ -217,6 +217,7 @@ def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> K
         threads=_expression(keys["threads"], sizes),
         shared_memory=_expression(keys["shared_memory"], sizes),
         registers=_expression(keys["registers"], sizes) if "registers" in keys else None,
+        tensor_memory=_expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
         expect=read_opcodes(keys["expect"]) if "expect" in keys else (),
         features=keys["features"].strings() if "features" in keys else (),
         where=node.where,

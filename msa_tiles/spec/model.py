@@ -200,6 +200,7 @@ class KernelRow:
     threads: Expression
     shared_memory: Expression  # bytes of a block
     registers: Expression | None  # of a block, where the kernel sets them itself
+    tensor_memory: Expression | None  # columns of a block, where it takes any
     expect: tuple[str, ...]  # opcodes to find besides those of mma and copy
     features: tuple[str, ...]
     where: Location = field(compare=False)

@@ -19,6 +19,7 @@ from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, schedules
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
+from msa_tiles.verify.hybrid import SplitSelection, hybrid
 from msa_tiles.verify.inputs import DTYPES, Buffer, Lengths, Source, paged, paged_scales, spread
 
 TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
@@ -276,6 +277,18 @@ class SparseAttention:
         return worst
 
 
+class SharedAttention(SparseAttention):
+    """The same by the hybrid kernels."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        super().__init__(case, source, strided, backend)
+        self.fill = case.workload.parameters.get("fill", 0)
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        with hybrid(self.fill):
+            return super().run(into_buffers)
+
+
 class SparseDecode(SparseAttention):
     """The same for sparse_decode; at points with scored_blocks the ids are chosen by msa_decode, from exact scores."""
 
@@ -391,4 +404,6 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "sparse_decode": SparseDecode,
     "combine": Combine,
     "build_schedule": BuildSchedule,
+    "split_selection": SplitSelection,
+    "shared_attention": SharedAttention,
 }

@@ -68,6 +68,7 @@ def test_a_legal_variant(plan: KernelPlan, target: Target) -> None:
             "4097 bytes of shared memory .* exceed the 4096",
         ),
         ({"registers_formula": Expression("65537")}, {"width": 64}, "65537 registers .* exceed the 65536"),
+        ({"tensor_memory_formula": Expression("width")}, {"width": 64}, "64 columns of tensor memory .* exceed the 0"),
     ],
 )
 def test_an_illegal_variant(
@@ -77,6 +78,20 @@ def test_an_illegal_variant(
     assert refusal is not None
     with pytest.raises(ValueError, match=sentence):
         raise ValueError(refusal)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ("width * 8", None),
+        ("16", "16 columns of tensor memory at width=64 are no power of two from 32 on"),
+        ("3 * width", "192 columns of tensor memory at width=64 are no power of two from 32 on"),
+        ("width * 16", "1024 columns of tensor memory at width=64 exceed the 512 that a block can have on toy"),
+    ],
+)
+def test_tensor_memory(columns: str, sentence: str | None, plan: KernelPlan, target: Target) -> None:
+    taking = replace(plan, tensor_memory_formula=Expression(columns))
+    assert illegal(taking, replace(target, tensor_memory_columns=512), {"width": 64}) == sentence
 
 
 def test_a_row_with_one_illegal_variant_is_refused_at_its_line(toy: Toy) -> None:

@@ -41,6 +41,7 @@ class Call:
     rows_behind: int = 0  # query rows that belong to no request
     pages_per_block: int = 0  # keys in pages of a pool
     positions: bool = False  # a position for every query instead of the rule
+    target: str = "sm90"
 
     def __post_init__(self) -> None:
         self.source = Source(torch.device("cpu"), self.seed, self.values)
@@ -68,7 +69,7 @@ class Call:
         return at, stored if flat else (), options
 
     def run(self, op: str, variant: Mapping[str, int], *arguments: Any, precision: str = "bf16") -> None:
-        simulate(kernel(op, precision, **variant), *arguments, seed=self.seed, late=self.late)
+        simulate(kernel(op, precision, self.target, **variant), *arguments, seed=self.seed, late=self.late)
 
 
 def name_of(cell: Cell) -> str:
@@ -76,11 +77,11 @@ def name_of(cell: Cell) -> str:
     return cell.op if cell.precision == "bf16" else f"{cell.op}_{cell.precision}"
 
 
-def kernel(op: str, precision: str = "bf16", **variant: int) -> Any:
+def kernel(op: str, precision: str = "bf16", target: str = "sm90", **variant: int) -> Any:
     """The PrimFunc of a generated kernel, built once."""
-    key = (op, precision, *sorted(variant.items()))
+    key = (op, precision, target, *sorted(variant.items()))
     if key not in _kernels:
-        (cell,) = default_registry().select(op, "tilelang", precision=precision)
+        (cell,) = default_registry().select(op, "tilelang", target, precision)
         _kernels[key] = cell.function(**variant)
     return _kernels[key]
 
