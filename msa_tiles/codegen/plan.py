@@ -109,6 +109,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
     """The plan of one row. Raises SpecError when a declared variant of it is illegal."""
     kind = target.mma[row.mma]
     copies = itertools.chain.from_iterable(target.copy[engine] for engine in row.copy)
+    variants = operator.variants.of(precision)
     plan = KernelPlan(
         cell=f"{operator.name}.{row.dsl}.{row.target}.{row.precision}",
         op=operator.name,
@@ -124,9 +125,9 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         tensor_memory_formula=row.tensor_memory,
         expected_opcodes=tuple(dict.fromkeys((*kind.elements[row.compute], *copies, *row.expect))),
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
-        variants=frozen({name: operator.values(name) for name in operator.variants.names}),
-        capacity=operator.variants.capacity,
-        ci=operator.variants.ci,
+        variants=frozen({name: operator.values(name) for name in variants.names}),
+        capacity=variants.capacity,
+        ci=variants.ci,
         features=row.features,
         where=row.where,
     )

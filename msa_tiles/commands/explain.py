@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     sharded = "k_offset" in features and _takes_shards(args.op)
     features -= {"k_offset"} if sharded else set()
     size = tuned.bucket(args.queries) if args.queries else 0
-    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, features, size=size)
+    model = next((cell for cell in cells if cell.precision == args.precision), cells[0])
+    call = CallFacts(args.op, torch_device, args.precision, {**model.ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")

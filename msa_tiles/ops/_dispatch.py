@@ -15,7 +15,12 @@ from msa_tiles.ops._where import Where
 if TYPE_CHECKING:
     from msa_tiles.runtime import CallFacts
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
+PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 # What the partial results of one window of attention queries may take when the caller does not say.
 WORKSPACE_BYTES = 1 << 30
@@ -50,7 +55,7 @@ def call_facts(
         features.add("q_positions")
     if where.k_offset is not None:
         features.add("k_offset")
-    if not all(_aligned(tensor) for tensor in wide):
+    if not all(aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
     return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
@@ -165,7 +170,8 @@ def check_alignment(name: str, tensor: Tensor) -> None:
         _validate.refuse(name, came, f"a multiple of {ALIGNMENT}")
 
 
-def _aligned(tensor: Tensor) -> bool:
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row of a tensor begins where TMA boxes and the widest loads may."""
     if tensor.data_ptr() % ALIGNMENT:
         return False
     width = tensor.element_size()

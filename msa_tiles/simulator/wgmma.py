@@ -1,4 +1,7 @@
-"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows."""
+"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows.
+
+Products are summed in float32, whatever the operands: the tensor cores keep fewer bits of sums of e4m3.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,10 @@ class Wgmma:
             raise UnsupportedError(f"wgmma by {len(warps)} warps: wanted whole warpgroups")
         if not isinstance(c.memory, Fragment) or not isinstance(b.memory, SharedMemory):
             raise UnsupportedError(f"wgmma {a.memory.name} x {b.memory.name} -> {c.memory.name}: wrong kinds of memory")
+        if a.memory.dtype != b.memory.dtype:
+            raise UnsupportedError(f"wgmma {a.memory.dtype} x {b.memory.dtype}: wanted operands of one type")
+        if b.memory.dtype.itemsize == 1 and (transpose_a or not transpose_b):
+            raise UnsupportedError(f"wgmma of {b.memory.dtype}: wanted both operands with K along their rows")
         self.order = frame.cta.order
         self.team = team(frame, "wgmma")
         self.knows = self.order.knowledge(self.team)

@@ -32,6 +32,24 @@ def test_what_a_row_decides(plan: KernelPlan) -> None:
     assert list(plan.points()) == [{"width": 64}, {"width": 128}]
 
 
+def test_dims_that_only_precisions_with_scales_have(toy: Toy) -> None:
+    toy.edit(toy.operator, "  total_q: runtime", "  row_scales: [0, 1]\n  total_q: runtime")
+    toy.edit(toy.operator, "exact: [width]", "exact: [width, row_scales]\n  scaled: [row_scales]")
+    toy.edit(
+        toy.operator,
+        "ci: [{width: 64}, {width: 128}]",
+        "ci: [{width: 64, row_scales: 0}, {width: 128, row_scales: 1}, {width: 64, row_scales: 1}, "
+        "{width: 128, row_scales: 0}]",
+    )
+    specs = load(toy.specs)
+    (only,) = plans(specs)
+    assert list(only.ci) == list(only.points()) == [{"width": 64}, {"width": 128}]
+    assert "row_scales" not in toy.text()
+    variants = specs.operators["scale"].variants
+    scaled = replace(specs.precisions["bf16"], scale=object())
+    assert variants.of(scaled) is variants
+
+
 def test_a_legal_variant(plan: KernelPlan, target: Target) -> None:
     assert illegal(plan, target, {"width": 64}) is None
 

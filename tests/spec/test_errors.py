@@ -87,6 +87,10 @@ MISTAKES = {
         (SELECT, "bf16: {out: 0}", "bf16: {out: 1}", None, "holds integers, so its tolerance for bf16 must be 0"),
     "tolerance of an unknown precision":
         (SELECT, "  bf16: {out: 0}", "  bf17: {out: 0}", None, "tolerance names the precision 'bf17'; known: bf16"),
+    "tolerance of ranked scores":
+        (SELECT, "score: 0.1}", "score: small}", 0, "score must be a number, not 'small'"),
+    "scales of a dim that is none":
+        (SELECT, "scaled: [key_scales]", "scaled: [topk]", 0, "scaled.* 'topk'; it must be one of head_dim"),
     "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
     "unknown target": (ATTENTION, "target: sm90", "target: sm91", 0, "unknown target 'sm91'; known: sm100, sm90"),
     "unknown precision": (ATTENTION, "precision: bf16", "precision: int4", 0, "unknown precision 'int4'"),
