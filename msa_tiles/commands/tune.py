@@ -94,7 +94,7 @@ def _figures(
 
 
 def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Milliseconds of each call, in a graph where it can be captured; the median over rounds in which all take turns."""
+    """Milliseconds of each call, in a graph where it can be captured; the median over rounds in which all take part."""
     import torch
 
     def captured(call: Callable[[], Any]) -> Callable[[], Any]:
