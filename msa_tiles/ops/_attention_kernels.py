@@ -59,7 +59,7 @@ def window_for(total_q: int, most: int) -> int:
 
 def bytes_per_query(topk: int, num_q_heads: int, head_dim: int) -> int:
     """What the partial results of one query take: BF16 outputs and float32 LSE for every slot."""
-    return topk * num_q_heads * (2 * head_dim + 4)
+    return _dispatch.partial_bytes(topk, num_q_heads, head_dim)
 
 
 def choose_window(block_indices: Tensor) -> int:
@@ -192,7 +192,7 @@ def sparse_attention(
             counts=counts,
             backend=backend,
         )
-    partial_out, partial_lse = _partials(workspace, q, window, topk)
+    partial_out, partial_lse = _dispatch.partials(workspace, q, window, topk)
     windows = edges.shape[0]
     claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
     num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -258,7 +258,7 @@ def _hybrid_attention(
     )
     schedule_parts = {"edges": edges, "tasks": tasks, "counts": counts}
     build_schedule(facts, rest, where, block_size=block_size, window=window, backend=backend, **schedule_parts)
-    partial_out, partial_lse = _partials(workspace, q, window, topk)
+    partial_out, partial_lse = _dispatch.partials(workspace, q, window, topk)
     windows = edges.shape[0]
     claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
     for index in range(windows):
@@ -343,18 +343,6 @@ def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -
     features = facts.features if op in (facts.op, "shared_attention") else frozenset()
     facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
     return find_kernel(op, facts, backend=backend, helper=helper)
-
-
-def _partials(workspace: Tensor | None, q: Tensor, window: int, topk: int) -> tuple[Tensor, Tensor]:
-    """Partial outputs [window, k, Hq, D] and LSE [window, k, Hq] in the caller's workspace, or in one of our own."""
-    _, num_q_heads, head_dim = q.shape
-    elements = window * topk * num_q_heads
-    size = elements * (2 * head_dim + 4)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    outputs = workspace[: elements * head_dim * 2].view(q.dtype)
-    lses = workspace[elements * head_dim * 2 : size].view(torch.float32)
-    return outputs.view(window, topk, num_q_heads, head_dim), lses.view(window, topk, num_q_heads)
 
 
 def _refuse_workspace(came: int, queries: int, topk: int, num_q_heads: int, head_dim: int) -> None:
