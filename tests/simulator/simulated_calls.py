@@ -346,12 +346,18 @@ def decode_score(
     at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
     blocks = max(-(-call.lengths.longest_k // block_size), 1)
     out = call.output((heads, call.total_q, blocks), torch.float32)
-    # The kernel leaves what lies behind a request's keys alone; what it writes must be numbers.
-    out.view.fill_(-math.inf)
     variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
     scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal), ctas)
     call.run("decode_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
     out.check_gaps("out")
+    # What lies behind a request's keys, and the rows of no request, are still poisoned; everything else is written.
+    lengths = call.lengths
+    keys = lengths.cu_seqlens_k.diff() if lengths.seqused_k is None else lengths.seqused_k
+    held = ((keys + block_size - 1) // block_size).repeat_interleave(lengths.cu_seqlens_q.diff().long())
+    held = torch.nn.functional.pad(held, (0, call.rows_behind))
+    behind = (torch.arange(blocks) >= held[:, None]).expand(out.view.shape)
+    assert bool(out.view[behind].isnan().all())
+    out.view.masked_fill_(behind, -math.inf)
     wanted = reference.index_score(
         idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
     )
