@@ -16,6 +16,7 @@ from msa_tiles.simulator.dtypes import poisoned
 from msa_tiles.simulator.errors import InFlightError, RaceError, UninitialisedError, UnsupportedError
 from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.order import Order
+from msa_tiles.simulator.product import WatchedProduct
 from msa_tiles.simulator.shared import NO_BARRIER, SharedMemory
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class TensorMemory:
             raise RaceError(f"{self.name}: {what} while another warp may still read it, {NO_BARRIER}")
 
 
-class Product:
+class Product(WatchedProduct):
     """One issued product C = A B^T or the like, or C += the same."""
 
     hint = "what a tcgen05 product reads; wanted a barrier to which the product was committed"
@@ -82,8 +83,6 @@ class Product:
         self.number, self.a, self.b, self.transposed, self.clear = number, a, b, transposed, clear
         self.memory, self.shape = memory, c.extent[-2:]
         self.places = memory.places[c.slices].reshape(-1)
-        self.used = False
-        self.spoiled = ""
         warp = int(frame.warps[0])
         knows = self.order.knowledge(warp)
         for operand in (a, b):
@@ -119,24 +118,6 @@ class Product:
     def retired_at(self, agent: int) -> int:
         """The clock of the tensor core when this is over."""
         return self.number
-
-    def spoil(self, reason: str) -> None:
-        """An operand may have been overwritten too early.
-
-        Raises RaceError when the result has been used; else using it will.
-        """
-        if self.used:
-            raise RaceError(reason)
-        self.spoiled = reason
-
-    def use(self) -> None:
-        """Somebody reads the result.
-
-        Raises RaceError.
-        """
-        if self.spoiled:
-            raise RaceError(self.spoiled)
-        self.used = True
 
     def _operand(self, box: Box) -> np.ndarray:
         memory = box.memory
