@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perf.cases import Case
-from perf.selections import GENERATORS
+from msa_tiles.bench.cases import Case
+from msa_tiles.bench.selections import GENERATORS
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Of stored values, by precision."""
@@ -52,8 +52,14 @@ def selection(case: Case, num_kv_heads: int, topk: int, block_size: int, device:
     return GENERATORS[case.selection](num_kv_heads, case.num_q, case.num_k, topk, block_size, device)
 
 
-def attention(case: Case, device: torch.device, seed: int, with_selection: bool = True) -> Attention:
-    """q, k and v, and the case's selection; an empty one (k = 0) where the indexer is to make it."""
+def attention(
+    case: Case,
+    device: torch.device,
+    seed: int,
+    with_selection: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Attention:
+    """q in bfloat16, k and v in `dtype`, and the case's selection; an empty one (k = 0) where the indexer makes it."""
     dim, heads, topk = case["head_dim"], case["num_kv_heads"], case["topk"]
     if with_selection:
         torch.manual_seed(seed)
@@ -62,8 +68,8 @@ def attention(case: Case, device: torch.device, seed: int, with_selection: bool 
         ids = torch.empty((heads, case.num_q, 0), dtype=torch.int32, device=device)
     return Attention(
         normal(3 * seed, device, case.num_q, case["num_q_heads"], dim),
-        normal(3 * seed + 1, device, case.num_k, heads, dim),
-        normal(3 * seed + 2, device, case.num_k, heads, dim),
+        normal(3 * seed + 1, device, case.num_k, heads, dim).to(dtype),
+        normal(3 * seed + 2, device, case.num_k, heads, dim).to(dtype),
         ids,
     )
 

@@ -1,7 +1,4 @@
-"""`build_schedule` against the same reverse index by torch operations (stable sort, counts, prefix sums).
-
-`python -m perf.bench_build_schedule --cases prefill_32k_u`
-"""
+"""`build_schedule` against the same reverse index by torch operations (stable sort, counts, prefix sums)."""
 
 from __future__ import annotations
 
@@ -14,11 +11,12 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
+from msa_tiles.bench import cases, checks, inputs
+from msa_tiles.bench.harness import Bench, Contender
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import build_on
-from perf import cases, checks, inputs
-from perf.harness import OURS, Bench, Contender, main
-from perf.timing import Call
 
 OP = "build_schedule"
 
@@ -41,7 +39,7 @@ def torch_index(block_indices: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]
     return order, counts.cumsum(1) - counts
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     num_blocks = -(-case.num_k // case["block_size"])
     lengths: dict[str, Any] = {
         "cu_seqlens_q": torch.tensor([0, case.num_q], dtype=torch.int32, device=device),
@@ -52,7 +50,7 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
 
     where = Where.of(**lengths)
 
-    def bind(ids: Tensor) -> Call:
+    def ours(dsl: str, ids: Tensor) -> Call:
         return lambda: build_on(dsl, ids, where, case["block_size"])
 
     def bind_torch(ids: Tensor) -> Call:
@@ -62,9 +60,9 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
         case=case,
         make=functools.partial(selection, case, device),
         bytes_per_set=4 * case["num_kv_heads"] * case.num_q * case["topk"],
-        ours=Contender(OURS, bind, functools.partial(check, case, lengths)),
+        ours=ours,
+        check=functools.partial(check, case, lengths),
         peers=[Contender("torch", bind_torch, functools.partial(check_torch, num_blocks))],
-        cells=[cases.cell(OP, dsl, device)],
     )
 
 
@@ -86,5 +84,4 @@ def check_torch(num_blocks: int, ids: Tensor, index: tuple[Tensor, Tensor]) -> s
     return None if torch.equal(counts.cumsum(1) - counts, start) else "block starts are wrong"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, cases.labels(OP)))
+BENCHMARK = of_spec(OP, prepare)

@@ -1,4 +1,4 @@
-"""`combine` against the same weighted sum by torch operations. `python -m perf.bench_combine --cases prefill_4k`"""
+"""`combine` against the same weighted sum by torch operations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from perf import cases, checks
-from perf.harness import OURS, Bench, Contender, main
-from perf.inputs import normal, sample_rows
-from perf.timing import Call
+from msa_tiles.bench import cases, checks
+from msa_tiles.bench.harness import Bench, Contender
+from msa_tiles.bench.inputs import normal, sample_rows
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
 
 OP = "combine"
 Partials = tuple[Tensor, Tensor]
@@ -41,8 +42,8 @@ def check(inputs: Partials, result: Partials) -> str | None:
     return checks.close(result[0][rows], out)
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
-    def bind(inputs: Partials) -> Call:
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
+    def ours(dsl: str, inputs: Partials) -> Call:
         return lambda: ops.combine(*inputs, backend=dsl)
 
     elements = case["num_splits"] * case.num_q * case["num_q_heads"]
@@ -50,11 +51,10 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
         case=case,
         make=functools.partial(partials, case, device),
         bytes_per_set=elements * (2 * case["head_dim"] + 4),
-        ours=Contender(OURS, bind, check),
+        ours=ours,
+        check=check,
         peers=[Contender("torch", lambda inputs: lambda: torch_combine(*inputs), check)],
-        cells=[cases.cell(OP, dsl, device)],
     )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, cases.labels(OP)))
+BENCHMARK = of_spec(OP, prepare)

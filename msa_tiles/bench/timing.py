@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from msa_tiles.bench.sensors import Condition, Sensors
+
 Call = Callable[[], object]
 
 RUNS = 20
@@ -28,9 +30,16 @@ class Clock(Protocol):
     def run(self, play: Call, times: int) -> tuple[list[float], float]:
         """Milliseconds of each of `times` plays in a row, and of all of them from the first start to the last end."""
 
+    def condition(self) -> Condition | None:
+        """The card's condition towards the end of the latest run, where it can be read."""
+
 
 class CudaClock:
     """CUDA events around replays of a CUDA graph; around eager calls where a call cannot be captured."""
+
+    def __init__(self, sensors: Sensors | None = None) -> None:
+        self._sensors = sensors
+        self._condition: Condition | None = None
 
     def load(self, calls: Sequence[Call]) -> tuple[Call, str]:
         def eager() -> None:
@@ -60,9 +69,14 @@ class CudaClock:
         for mark in marks[1:]:
             play()
             mark.record()
+        # The host runs ahead of the device, which still has the last plays to do.
+        self._condition = None if self._sensors is None else self._sensors.read()
         torch.cuda.synchronize()
         each = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
         return each, marks[0].elapsed_time(marks[-1])
+
+    def condition(self) -> Condition | None:
+        return self._condition
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Timing:
     median_ms: float
     runs: int
     how: str
+    condition: Condition | None = None
 
 
 def runs_for(estimate_ms: float, seconds: float) -> int:
@@ -90,7 +105,7 @@ def measure(calls: Sequence[Call], clock: Clock, seconds: float) -> Timing:
     runs = runs_for(estimate, seconds)
     each, total = clock.run(play, runs)
     # One mark per play costs next to nothing, so that one run gives both figures.
-    return Timing(total / runs / len(calls), statistics.median(each) / len(calls), runs, how)
+    return Timing(total / runs / len(calls), statistics.median(each) / len(calls), runs, how, clock.condition())
 
 
 def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:

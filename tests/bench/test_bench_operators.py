@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
 
-from perf import cases, checks, inputs, peers
-from perf.harness import Contender, Skipped
+from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench.harness import Contender, Skipped
+from msa_tiles.bench.operators import BENCHMARKS
 
 CPU = torch.device("cpu")
 SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "num_index_heads": 2, "group": 2, "head_dim": 64, "block_size": 64}
@@ -34,13 +34,11 @@ def shrunk(op: str, label: str) -> cases.Case:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(cases, "cell", lambda op, dsl, device, precision="bf16": f"{op}.tilelang.sm90.{precision}")
     monkeypatch.setattr(cases, "find", shrunk)
 
-    def prepare(op: str):
-        module = importlib.import_module(f"perf.bench_{op}")
-        case = module.find(BENCHES[op]) if op == "prefill" else shrunk(op, BENCHES[op])
-        return module.prepare(case, CPU, "reference")
+    def prepare(op: str, precision: str = "bf16"):
+        case = BENCHMARKS[op].find(BENCHES[op]) if op == "prefill" else shrunk(op, BENCHES[op])
+        return BENCHMARKS[op].prepare(case, CPU, precision)
 
     return prepare
 
@@ -50,20 +48,19 @@ def test_ours_and_torch_baselines_pass_their_own_checks(small, op):
     bench = small(op)
     made = bench.make(0)
     runnable = [peer for peer in bench.peers if isinstance(peer, Contender) and peer.name == "torch"]
-    for contender in (bench.ours, *runnable):
+    assert bench.check(made, bench.ours("reference", made)()) is None
+    for contender in runnable:
         assert contender.check(made, contender.bind(made)()) is None
 
 
 def test_select_blocks_on_fp8(small):
-    bench = importlib.import_module("perf.bench_select_blocks").prepare(
-        shrunk("select_blocks", "prefill_32k_u"), CPU, "reference", "fp8"
-    )
+    bench = small("select_blocks", "fp8")
     made = bench.make(0)
     assert made.idx_q.dtype == made.idx_k.dtype == torch.float8_e4m3fn
     assert made.idx_q.nbytes + made.idx_k.nbytes == bench.bytes_per_set
-    result = bench.ours.bind(made)()
-    assert bench.ours.check(made, result) is None
-    assert bench.ours.check(made, _spoil(result))
+    result = bench.ours("reference", made)()
+    assert bench.check(made, result) is None
+    assert bench.check(made, _spoil(result))
 
 
 @pytest.mark.parametrize("op", BENCHES)
@@ -88,9 +85,9 @@ def _tensors(made) -> list[torch.Tensor]:
 def test_checks_notice_a_wrong_result(small, op):
     bench = small(op)
     made = bench.make(0)
-    result = bench.ours.bind(made)()
+    result = bench.ours("reference", made)()
     wrong = _spoil(result)
-    assert bench.ours.check(made, wrong)
+    assert bench.check(made, wrong)
 
 
 def _spoil(result):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf import selections
+from msa_tiles.bench import selections
 
 CPU = torch.device("cpu")
 HEADS, BLOCK = 3, 16

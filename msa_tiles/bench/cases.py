@@ -1,19 +1,29 @@
-"""The benchmark cases: the `bench` workloads of the operator specs, as numbers."""
+"""The benchmark cases: the `bench` workloads of the operator specs and sweeps of their context length, as numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from msa_tiles import paths
 from msa_tiles.spec import load
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
-from msa_tiles.spec.work import dims_of, floor_ms
+from msa_tiles.spec.work import Work, dims_of, work_of
 
 _INDEXER = ("index_score", "topk_select", "select_blocks")
+
+_LONGEST = "chunk8k_1m"
+_SHORT = {"prefill_8k": (8192, 8192)}
+_SWEEP = {
+    "chunk8k_32k": (8192, 1 << 15),
+    "chunk8k_128k": (8192, 1 << 17),
+    "chunk8k_512k": (8192, 1 << 19),
+}
+"""Context lengths beside those that the specs tune for: the shortest, and the last 8K queries of growing prompts."""
+_SWEPT = ("select_blocks", "sparse_attention")
+"""The operators that a whole prefill is made of."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,30 @@ def specs() -> Specs:
 
 
 def labels(op: str) -> list[str]:
-    """The cases of an operator, in the order of its spec."""
-    return [_case_of(op, workload) for workload in specs().operators[op].bench]
+    """The cases of an operator: the short prompt, those of its spec, the sweep."""
+    return list(_workloads(op))
+
+
+@functools.lru_cache(maxsize=32)
+def _workloads(op: str) -> Mapping[str, Workload]:
+    """The workload of each case."""
+    named = {_case_of(op, workload): workload for workload in specs().operators[op].bench}
+    short: dict[str, Workload] = {}
+    sweep: dict[str, Workload] = {}
+    for label, workload in named.items():
+        if label.startswith(_LONGEST):
+            selection = label.removeprefix(_LONGEST)
+            short |= _resized(workload, _SHORT, selection)
+            if op in _SWEPT and selection == "_u":
+                sweep |= _resized(workload, _SWEEP, selection)
+    return short | named | sweep
+
+
+def _resized(workload: Workload, lengths: Mapping[str, tuple[int, int]], selection: str) -> dict[str, Workload]:
+    return {
+        label + selection: dataclasses.replace(workload, label=label + selection, sequences=(pair,))
+        for label, pair in lengths.items()
+    }
 
 
 def _case_of(op: str, workload: Workload) -> str:
@@ -66,15 +98,18 @@ def find(op: str, label: str) -> Case:
     return Case(label, op, num_q, num_k, workload.selection, dims_of(operator, workload, operator.m3))
 
 
-def floor(op: str, label: str, precision: str, card: str) -> float | None:
-    """The roofline's milliseconds on `card` (the name CUDA gives it); None for a card that no spec describes."""
+def work(op: str, label: str, precision: str) -> Work:
+    """The work of a case, from the roofline of the operator's spec."""
     operator, workload = _lookup(op, label)
-    device = device_of(card)
-    if device is None:
-        return None
     stored = specs().precisions[precision]
     compute = next((row.compute for row in operator.kernels if row.precision == precision), stored.compute[0])
-    return floor_ms(operator, workload, stored, operator.m3, device, compute)
+    return work_of(operator, workload, stored, operator.m3, compute)
+
+
+def floor_ms(parts: Iterable[Work], card: str) -> float | None:
+    """The least milliseconds of kernels one after the other on `card`; None for a card that no spec describes."""
+    device = device_of(card)
+    return None if device is None else sum(part.floor_ms(device) for part in parts)
 
 
 def device_of(card: str) -> Device | None:
@@ -89,17 +124,7 @@ def _plain(name: str) -> str:
 
 
 def _lookup(op: str, label: str) -> tuple[Operator, Workload]:
-    operator = specs().operators[op]
-    for workload in operator.bench:
-        if _case_of(op, workload) == label:
-            return operator, workload
-    raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(labels(op))}")
-
-
-def cell(op: str, dsl: str, device: torch.device, precision: str = "bf16") -> str:
-    """The id of the cell that serves `op` on this device. Raises ValueError when no target spec covers the device."""
-    capability = torch.cuda.get_device_capability(device)
-    for target in specs().targets.values():
-        if target.capability == capability:
-            return f"{op}.{dsl}.{target.name}.{precision}"
-    raise ValueError(f"no target spec covers {torch.cuda.get_device_name(device)}, capability {capability}")
+    workload = _workloads(op).get(label)
+    if workload is None:
+        raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(labels(op))}")
+    return specs().operators[op], workload

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from perf.cases import Case
-from perf.inputs import Attention, Indexer, sample_rows
+from msa_tiles.bench.cases import Case
+from msa_tiles.bench.inputs import Attention, Indexer, sample_rows
 
 ROWS = 48
 ATTENTION_ROWS = 16

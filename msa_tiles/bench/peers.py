@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf import checks
-from perf.cases import Case
-from perf.harness import Contender, Skipped
-from perf.inputs import Attention, Indexer
-from perf.timing import Call
+from msa_tiles.bench import checks
+from msa_tiles.bench.cases import Case
+from msa_tiles.bench.harness import Contender, Skipped
+from msa_tiles.bench.inputs import Attention, Indexer
+from msa_tiles.bench.timing import Call
 
 VLLM_MODULES = ("vllm.models.minimax_m3.common.ops", "minimax_m3_ops")
 """Where vLLM's MiniMax-M3 Triton operators may be importable from, best first."""
@@ -40,7 +40,7 @@ def vllm_module() -> ModuleType | str:
 
 
 @functools.lru_cache(maxsize=1)
-def _flash_attention_4() -> Callable[..., Any] | str:
+def flash_attention_4() -> Callable[..., Any] | str:
     try:
         return importlib.import_module("flash_attn.cute").flash_attn_func
     except Exception as error:
@@ -221,18 +221,23 @@ def _vllm_attend(
     return out
 
 
+def in_bfloat16(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v for kernels that take one dtype: FP8 keys and values widened, which is exact."""
+    return x.q, x.k.to(torch.bfloat16), x.v.to(torch.bfloat16)
+
+
 def fa4_dense(case: Case, main: Callable[[Any], Attention] = lambda inputs: inputs) -> Contender | Skipped:
     """FlashAttention-4 over all keys; `main(inputs)` finds q, k and v."""
-    attend = _flash_attention_4()
+    attend = flash_attention_4()
     if isinstance(attend, str):
         return Skipped("fa4", attend)
 
     def bind(inputs: Any) -> Call:
-        x = main(inputs)
+        q, k, v = in_bfloat16(main(inputs))
 
         def call() -> Tensor:
             # Its causal mask is aligned to the last query and the last key, as ours is.
-            result = attend(x.q[None], x.k[None], x.v[None], causal=True)
+            result = attend(q[None], k[None], v[None], causal=True)
             return (result[0] if isinstance(result, tuple) else result)[0]
 
         return call
@@ -247,7 +252,7 @@ def cudnn_dense(case: Case, main: Callable[[Any], Attention] = lambda inputs: in
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def bind(inputs: Any) -> Call:
-        q, k, v = (x.transpose(0, 1)[None] for x in (main(inputs).q, main(inputs).k, main(inputs).v))
+        q, k, v = (x.transpose(0, 1)[None] for x in in_bfloat16(main(inputs)))
 
         def call() -> Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -1,7 +1,4 @@
-"""`topk_select` against torch.topk and vLLM's top-k kernel, on the same scores.
-
-`python -m perf.bench_topk_select --cases prefill_128k_u`
-"""
+"""`topk_select` against torch.topk and vLLM's top-k kernel, on the same scores."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from perf import cases, checks, peers
-from perf.harness import OURS, Bench, Contender, main
-from perf.inputs import normal, sample_rows
-from perf.timing import Call
+from msa_tiles.bench import cases, checks, peers
+from msa_tiles.bench.harness import Bench, Contender
+from msa_tiles.bench.inputs import normal, sample_rows
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
 
 OP = "topk_select"
 _CHUNK = 8192
@@ -51,12 +49,12 @@ def torch_topk(case: cases.Case, topk: int) -> Contender:
     return Contender("torch", lambda scores: lambda: torch.topk(scores, width, dim=-1), check_visible)
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     heads, topk = case["num_index_heads"], case["topk"]
     num_valid = (torch.arange(case.num_q, device=device) + case.first_position) // case["block_size"] + 1
     num_valid = num_valid.int()
 
-    def bind(scores: Tensor) -> Call:
+    def ours(dsl: str, scores: Tensor) -> Call:
         return lambda: ops.topk_select(
             scores,
             topk,
@@ -70,11 +68,10 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
         case=case,
         make=functools.partial(causal_scores, case, heads, device),
         bytes_per_set=4 * heads * case.num_q * -(-case.num_k // case["block_size"]),
-        ours=Contender(OURS, bind, functools.partial(check, case, 1)),
+        ours=ours,
+        check=functools.partial(check, case, 1),
         peers=[torch_topk(case, topk), peers.vllm_topk(case, topk, functools.partial(check, case, 1))],
-        cells=[cases.cell(OP, dsl, device)],
     )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, cases.labels(OP)))
+BENCHMARK = of_spec(OP, prepare)

@@ -1,7 +1,4 @@
-"""`select_blocks` against vLLM's score and top-k kernels.
-
-`python -m perf.bench_select_blocks --cases prefill_32k_u prefill_128k_u --precision fp8`
-"""
+"""`select_blocks` against vLLM's score and top-k kernels."""
 
 from __future__ import annotations
 
@@ -10,19 +7,20 @@ import functools
 import torch
 
 from msa_tiles import ops
-from perf import cases, checks, inputs, peers
-from perf.harness import OURS, Bench, Contender, main
-from perf.timing import Call
+from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench.harness import Bench
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
 
 OP = "select_blocks"
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str, precision: str = "bf16") -> Bench:
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     """FP8 queries and keys come without scales: vLLM's operators take none."""
     heads, dim, topk = case["num_index_heads"], case["head_dim"], case["topk"]
     dtype = inputs.DTYPES[precision]
 
-    def bind(x: inputs.Indexer) -> Call:
+    def ours(dsl: str, x: inputs.Indexer) -> Call:
         return lambda: ops.select_blocks(
             x.idx_q, x.idx_k, topk, num_kv_heads=case["num_kv_heads"], block_size=case["block_size"], backend=dsl
         )
@@ -31,11 +29,10 @@ def prepare(case: cases.Case, device: torch.device, dsl: str, precision: str = "
         case=case,
         make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=dtype),
         bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
-        ours=Contender(OURS, bind, functools.partial(checks.selected, case)),
+        ours=ours,
+        check=functools.partial(checks.selected, case),
         peers=[peers.vllm_select(case, topk)],
-        cells=[cases.cell(OP, dsl, device, precision)],
     )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, cases.labels(OP), precisions=tuple(inputs.DTYPES)))
+BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))

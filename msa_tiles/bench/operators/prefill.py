@@ -1,7 +1,4 @@
-"""The whole sparse prefill, `select_blocks` then `sparse_attention`, against dense attention and vLLM's three kernels.
-
-`python -m perf.bench_prefill --cases prefill_32k_u prefill_128k_u`
-"""
+"""The whole sparse prefill, `select_blocks` then `sparse_attention`, against dense attention and vLLM's three kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from perf import cases, checks, inputs, peers
-from perf.bench_sparse_attention import attention_bytes
-from perf.harness import OURS, Bench, Contender, main
-from perf.timing import Call
+from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench.harness import Bench, Benchmark
+from msa_tiles.bench.operators.sparse_attention import attention_bytes
+from msa_tiles.bench.timing import Call
+from msa_tiles.spec.work import Work
 
 OP = "prefill"
 PARTS = ("select_blocks", "sparse_attention")
@@ -43,17 +41,18 @@ def check(case: cases.Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | N
     return wrong or checks.attended(case, dataclasses.replace(main_inputs, block_indices=ids), out)
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
+    dtype = inputs.DTYPES[precision]
     indexer = cases.find("select_blocks", case.label)
     heads, dim, topk = indexer["num_index_heads"], indexer["head_dim"], indexer["topk"]
 
     def make(seed: int) -> Inputs:
         return (
-            inputs.indexer(indexer, heads, dim, device, seed),
-            inputs.attention(case, device, seed, with_selection=False),
+            inputs.indexer(indexer, heads, dim, device, seed, dtype),
+            inputs.attention(case, device, seed, with_selection=False, dtype=dtype),
         )
 
-    def bind(x: Inputs) -> Call:
+    def ours(dsl: str, x: Inputs) -> Call:
         index, attend = x
 
         def call() -> tuple[Tensor, Tensor]:
@@ -74,17 +73,19 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
     return Bench(
         case=case,
         make=make,
-        bytes_per_set=attention_bytes(case),
-        ours=Contender(OURS, bind, verify),
+        bytes_per_set=attention_bytes(case, dtype),
+        ours=ours,
+        check=verify,
         peers=[
             peers.vllm_prefill(case, topk, verify),
             peers.fa4_dense(case, operator.itemgetter(1)),
             peers.cudnn_dense(case, operator.itemgetter(1)),
         ],
-        cells=[cases.cell(part, dsl, device) for part in PARTS],
-        floor_ops=PARTS,
     )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, labels(), find))
+def work(label: str, precision: str) -> list[Work]:
+    return [cases.work(part, label, precision) for part in PARTS]
+
+
+BENCHMARK = Benchmark(OP, tuple(labels()), find, prepare, work, PARTS, ("bf16", "fp8"))

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from perf import bench_msa_decode as bench
-from perf import cases, peers
-from perf.harness import Contender, Skipped
+from msa_tiles.bench import cases, peers
+from msa_tiles.bench.harness import Contender, Skipped
+from msa_tiles.bench.operators import decode as bench
 
 CPU = torch.device("cpu")
 CARD = "NVIDIA H100 80GB HBM3"
@@ -24,9 +24,9 @@ def case():
 
 @pytest.fixture
 def prepared(case, monkeypatch):
-    monkeypatch.setattr(cases, "cell", lambda op, *rest: f"{op}.tilelang.sm90.bf16")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
-    return bench.prepare(case, CPU, "reference")
+    monkeypatch.setattr(peers, "vllm_module", lambda: "no vllm here")
+    monkeypatch.setattr(peers, "flash_attention_4", lambda: "no flash_attn here")
+    return bench.prepare(case, CPU, "bf16")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_find():
         assert (found.op, found.label, found.batch, found.keys) == ("msa_decode", label, batch, keys)
         assert found.pages * bench.PAGE == keys
     assert bench.find("decode_1m_b8").keys == 1 << 20 and bench.find("decode_1m_b8")["topk"] == 16
-    with pytest.raises(ValueError, match="msa_decode has no case 'decode_2m'; it has decode_128k_b1, "):
+    with pytest.raises(ValueError, match="msa_decode has no case 'decode_2m'; it has decode_8k_b8, "):
         bench.find("decode_2m")
 
 
@@ -62,20 +62,41 @@ def test_sets_differ(prepared, made):
 
 
 def test_ours_passes_its_own_check(prepared, made):
-    call = prepared.ours.bind(made)
+    call = prepared.ours("reference", made)
     ids, out = call()
     assert ids.shape == (2, 3, 4) and out.shape == (3, 4, 32)
-    assert prepared.ours.check(made, (ids, out)) is None
+    assert prepared.check(made, (ids, out)) is None
     assert call()[1] is out, "every call writes the same buffers"
 
 
 def test_bench_of_a_case(prepared):
     assert prepared.bytes_per_set == 2 * 3 * 1301 * 32, "the index keys are what every call reads"
-    assert prepared.cells == [f"{op}.tilelang.sm90.bf16" for op in bench.PARTS]
-    selected = 4 * 3 * 2 * 4 * 128 * 32
+    assert [peer.name for peer in prepared.peers] == ["vllm", "fa4", "dense_bytes"]
+
+
+def test_the_floor_reads_index_keys_and_selected_blocks_once():
+    index, selected = 2 * 32 * 131072 * 128, 4 * 32 * 4 * 16 * 128 * 128
     memory = cases.device_of(CARD).memory_gb_per_s
-    assert prepared.floor_ms == pytest.approx((prepared.bytes_per_set + selected) / (memory * 1e9) * 1e3)
-    assert [peer.name for peer in prepared.peers] == ["vllm", "dense_bytes"]
+    floor = cases.floor_ms(bench.work("decode_128k_b32", "bf16"), CARD)
+    assert floor == pytest.approx((index + selected) / (memory * 1e9) * 1e3)
+
+
+def test_dense_attention_is_checked_over_all_keys(case, made, monkeypatch):
+    """Keys in contiguous rows, the pages of each request in its own order."""
+
+    def attend(q, k, v, causal):
+        assert q.shape == (3, 1, 4, 32) and k.shape == v.shape == (3, 11 * 128, 2, 32) and not causal
+        keys, values = (x[:, :1301].repeat_interleave(2, dim=2).transpose(1, 2).float() for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2).float(), keys, values)
+        return out.transpose(1, 2), None
+
+    monkeypatch.setattr(peers, "flash_attention_4", lambda: attend)
+    contender = bench.fa4_dense(case)
+    out = contender.bind(made)()
+    assert out.shape == (3, 4, 32)
+    assert contender.check(made, out) is None
+    assert contender.check(made, out.roll(1, 0)).startswith("request 0: outputs are off by")
+    assert bench.fa4_dense(bench.find("decode_1m_b8")) == Skipped("fa4", "the keys have 2**31 elements or more")
 
 
 def other_block(row):
@@ -84,7 +105,7 @@ def other_block(row):
 
 
 def test_a_wrong_id_is_noticed(case, prepared, made):
-    ids, out = prepared.ours.bind(made)()
+    ids, out = prepared.ours("reference", made)()
     for request in (0, case.batch - 1):
         worst = ids.clone()
         slot = int((worst[1, request] != 10).nonzero()[0])
@@ -109,7 +130,7 @@ def test_a_wrong_id_is_noticed(case, prepared, made):
 
 
 def test_a_wrong_output_is_noticed(case, prepared, made):
-    ids, out = prepared.ours.bind(made)()
+    ids, out = prepared.ours("reference", made)()
     assert "off by" in bench.check(case, made, (ids, out * 1.05))
     for request in (0, case.batch - 1):
         wrong = out.clone()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from perf import bench_prefill, cases
+from msa_tiles.bench import cases
+from msa_tiles.bench.operators import BENCHMARKS
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -13,7 +14,19 @@ def test_case_names_are_the_ones_of_the_results():
     assert {"prefill_32k_u", "prefill_32k_s", "prefill_128k_u", "chunk8k_1m_u"} <= set(cases.labels("sparse_attention"))
     for op in ("select_blocks", "index_score", "topk_select"):
         assert {"prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u"} <= set(cases.labels(op))
-    assert {"prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u"} == set(bench_prefill.labels())
+    whole = {"prefill_8k_u", "prefill_32k_u", "prefill_128k_u"}
+    last = {"chunk8k_32k_u", "chunk8k_128k_u", "chunk8k_512k_u", "chunk8k_1m_u"}
+    assert whole | last == set(BENCHMARKS["prefill"].labels)
+
+
+def test_the_sweep_has_lengths_beside_those_of_the_specs():
+    assert "prefill_8k_s" in cases.labels("sparse_attention") and "chunk8k_512k_s" not in cases.labels(
+        "sparse_attention"
+    )
+    assert "chunk8k_512k_u" not in cases.labels("topk_select") and "prefill_8k_u" in cases.labels("topk_select")
+    case = cases.find("sparse_attention", "chunk8k_512k_u")
+    assert (case.num_q, case.num_k, case.selection, case["max_blocks"]) == (8192, 524288, "uniform", 4096)
+    assert cases.find("sparse_attention", "prefill_8k_s").selection == "sticky"
 
 
 def test_cases_have_the_m3_shape():
@@ -26,7 +39,7 @@ def test_cases_have_the_m3_shape():
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"--cases: select_blocks has no case 'prefill_1k'; it has prefill_32k_u,"):
+    with pytest.raises(ValueError, match=r"--cases: select_blocks has no case 'prefill_1k'; it has prefill_8k_u,"):
         cases.find("select_blocks", "prefill_1k")
 
 
@@ -41,11 +54,11 @@ def test_an_unknown_case_is_refused_with_the_known_ones():
     ],
 )
 def test_floors_are_the_roofline(op, label, ms):
-    assert cases.floor(op, label, "bf16", H100) == pytest.approx(ms, rel=1e-6)
+    assert cases.floor_ms([cases.work(op, label, "bf16")], H100) == pytest.approx(ms, rel=1e-6)
 
 
 def test_a_card_is_found_by_the_name_cuda_gives_it_and_an_unknown_one_has_no_floor():
     assert cases.device_of(H100).name == H100
     assert cases.device_of("NVIDIA H200").memory_gb_per_s == 4800
     assert cases.device_of("NVIDIA GeForce RTX 4090") is None
-    assert cases.floor("select_blocks", "prefill_32k_u", "bf16", "NVIDIA GeForce RTX 4090") is None
+    assert cases.floor_ms([cases.work("select_blocks", "prefill_32k_u", "bf16")], "NVIDIA GeForce RTX 4090") is None

@@ -1,10 +1,8 @@
-"""A whole decode step, `msa_decode`, against vLLM's Triton kernels on the same paged caches, and against dense decode.
-
-`python -m perf.bench_msa_decode --cases decode_128k_b32`
-"""
+"""A whole decode step, `msa_decode`, against vLLM's Triton kernels on the same paged caches, and against dense decode."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,22 +11,29 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from perf import cases, checks, peers
-from perf.harness import OURS, Bench, Contender, Skipped, main
-from perf.inputs import normal
-from perf.timing import Call
+from msa_tiles.bench import checks, peers
+from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
+from msa_tiles.bench.inputs import normal
+from msa_tiles.bench.timing import Call
+from msa_tiles.spec.work import Work
 
 OP = "msa_decode"
-PARTS = ("decode_score", "decode_topk", "sparse_decode", "combine")
+PARTS = ("decode_score", "sparse_decode")
 BATCHES = {
+    "decode_8k_b8": (8, 1 << 13),
+    "decode_32k_b8": (8, 1 << 15),
     "decode_128k_b1": (1, 1 << 17),
     "decode_128k_b8": (8, 1 << 17),
     "decode_128k_b32": (32, 1 << 17),
+    "decode_512k_b8": (8, 1 << 19),
     "decode_1m_b1": (1, 1 << 20),
     "decode_1m_b8": (8, 1 << 20),
 }
+"""Requests and keys of each; those of eight requests are a sweep of the context length."""
 PAGE = 128
 SCORE_SLACK = 1e-3
+FA4_ELEMENTS = 1 << 31
+"""Elements from which on 32-bit offsets of its tensors would overflow."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,13 @@ class Inputs:
     cu_seqlens_q: Tensor
 
 
-def find(label: str) -> Case:
+def find(label: str, op: str = OP) -> Case:
+    """The case `label` at the M3 point. Raises ValueError for an unknown one."""
     if label not in BATCHES:
-        raise ValueError(f"--cases: {OP} has no case {label!r}; it has {', '.join(BATCHES)}")
+        raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(BATCHES)}")
     batch, keys = BATCHES[label]
     point = {"group": 16, "num_kv_heads": 4, "num_index_heads": 4, "head_dim": 128, "block_size": PAGE, "topk": 16}
-    return Case(label, batch, keys, point)
+    return Case(label, batch, keys, point, op)
 
 
 def make(case: Case, device: torch.device, seed: int) -> Inputs:
@@ -85,6 +91,12 @@ def make(case: Case, device: torch.device, seed: int) -> Inputs:
         torch.full((case.batch,), case.keys, dtype=torch.int32, device=device),
         torch.arange(case.batch + 1, dtype=torch.int32, device=device),
     )
+
+
+def make_indexer(case: Case, device: torch.device, seed: int) -> Inputs:
+    """The same with an empty cache of keys and values, for steps that do not read it."""
+    without_cache = dataclasses.replace(case, dims={**case.dims, "num_kv_heads": 0})
+    return make(without_cache, device, seed)
 
 
 def ours(case: Case, dsl: str, x: Inputs) -> Call:
@@ -145,6 +157,48 @@ def vllm(case: Case) -> Contender | Skipped:
     return Contender("vllm", bind, functools.partial(check, case))
 
 
+def fa4_dense(case: Case) -> Contender | Skipped:
+    """FlashAttention-4 over all keys, which lie in contiguous rows for it."""
+    attend = peers.flash_attention_4()
+    if isinstance(attend, str):
+        return Skipped("fa4", attend)
+    if case.batch * case.keys * case["num_kv_heads"] * case["head_dim"] >= FA4_ELEMENTS:
+        return Skipped("fa4", "the keys have 2**31 elements or more")
+
+    def bind(x: Inputs) -> Call:
+        k, v = (dense_rows(part, x.page_table) for part in x.cache.split(case["head_dim"], -1))
+
+        def call() -> Tensor:
+            result = attend(x.q[:, None], k, v, causal=False)
+            return (result[0] if isinstance(result, tuple) else result)[:, 0]
+
+        return call
+
+    return Contender("fa4", bind, functools.partial(check_dense, case))
+
+
+def dense_rows(pages: Tensor, page_table: Tensor) -> Tensor:
+    """`[B, keys, Hkv, D]` of a pool `[pages, Hkv, page, D]`."""
+    return pages.transpose(1, 2)[page_table.long()].flatten(1, 2)
+
+
+def check_dense(case: Case, x: Inputs, out: Tensor) -> str | None:
+    """The output of the first and last request against softmax over all of its keys."""
+    for b in sorted({0, case.batch - 1}):
+        k, v = (
+            dense_rows(part, x.page_table[b : b + 1])[0, : case.keys] for part in x.cache.split(case["head_dim"], -1)
+        )
+        wanted = torch.empty(1, *out.shape[1:], device=out.device)
+        for head in range(case["num_kv_heads"]):
+            heads = slice(head * case["group"], (head + 1) * case["group"])
+            logits = x.q[b, heads].float() @ k[:, head].float().T * case["head_dim"] ** -0.5
+            wanted[0, heads] = logits.softmax(-1) @ v[:, head].float()
+        wrong = checks.close(out[b : b + 1], wanted)
+        if wrong:
+            return f"request {b}: {wrong}"
+    return None
+
+
 def dense_bytes(case: Case) -> Contender:
     """The least that dense decode can take: as many bytes as all keys and values hold, at the speed of a copy.
 
@@ -170,8 +224,7 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     for b in {0, case.batch - 1}:
         where = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
         rows = slice(b, b + 1)
-        scores = reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
-        wrong = ranked(scores, ids[:, b], case["topk"])
+        wrong = ranked(scores_of(x, b), ids[:, b], case["topk"])
         if wrong:
             return f"request {b}: {wrong}"
         wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, ids[:, rows], block_size=PAGE, **where)
@@ -181,7 +234,14 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     return None
 
 
-def ranked(scores: Tensor, ids: Tensor, topk: int) -> str | None:
+def scores_of(x: Inputs, request: int) -> Tensor:
+    """float32 scores `[Hi, blocks]` of one request, by the reference."""
+    rows = slice(request, request + 1)
+    where = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
+    return reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
+
+
+def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float = SCORE_SLACK) -> str | None:
     """Are `ids [H, k]` distinct, with the last block among them, the others a best choice by `scores [H, blocks]`?"""
     last = scores.shape[1] - 1
     for head in range(len(ids)):
@@ -193,27 +253,42 @@ def ranked(scores: Tensor, ids: Tensor, topk: int) -> str | None:
         free = row[row != last]
         left = scores[head].clone()
         left[row] = -torch.inf
-        slack = SCORE_SLACK * scores[head].abs().max()
-        if bool(scores[head][free].min() < left[:last].max() - slack):
+        allowed = slack * scores[head].abs().max()
+        if bool(scores[head][free].min() < left[:last].max() - allowed):
             return "blocks left out score higher than chosen ones"
     return None
 
 
-def prepare(case: Case, device: torch.device, dsl: str) -> Bench:
-    index_bytes = 2 * case.batch * case.keys * case["head_dim"]
-    main_bytes = 4 * case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
-    card = cases.device_of(torch.cuda.get_device_name(device))
-    floor = None if card is None else (index_bytes + main_bytes) / card.memory_gb_per_s * 1e-6
+def score_work(case: Case) -> Work:
+    """Every index key is read once and multiplied with every index head."""
+    products = case["num_index_heads"] * case["head_dim"] * case.batch * case.keys
+    return Work(2 * products, index_bytes(case), "bfloat16")
+
+
+def attention_work(case: Case) -> Work:
+    """The selected keys and values are read once for each KV head."""
+    keys = case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
+    return Work(4 * case["group"] * keys, 4 * keys, "bfloat16")
+
+
+def index_bytes(case: Case) -> int:
+    """Bytes of the index keys."""
+    return 2 * case.batch * case.keys * case["head_dim"]
+
+
+def work(label: str, precision: str) -> list[Work]:
+    return [score_work(find(label)), attention_work(find(label))]
+
+
+def prepare(case: Case, device: torch.device, precision: str) -> Bench:
     return Bench(
         case=case,
         make=functools.partial(make, case, device),
-        bytes_per_set=index_bytes,
-        ours=Contender(OURS, functools.partial(ours, case, dsl), functools.partial(check, case)),
-        peers=[vllm(case), dense_bytes(case)],
-        cells=[cases.cell(part, dsl, device) for part in PARTS],
-        floor_ms=floor,
+        bytes_per_set=index_bytes(case),
+        ours=functools.partial(ours, case),
+        check=functools.partial(check, case),
+        peers=[vllm(case), fa4_dense(case), dense_bytes(case)],
     )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, list(BATCHES), find))
+BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from perf.timing import RUNS, SLOW_RUNS, measure, runs_for, sets_needed
+from msa_tiles.bench.sensors import Condition
+from msa_tiles.bench.timing import RUNS, SLOW_RUNS, measure, runs_for, sets_needed
 
 
 class FakeClock:
@@ -29,12 +30,16 @@ class FakeClock:
             each.append(self.ms * (10 if self.plays % 11 == 0 else 1))
         return each, sum(each)
 
+    def condition(self):
+        return Condition(1700 + self.plays, 650.0)
+
 
 def test_figures_are_per_call_and_the_median_ignores_outliers():
     called = []
     timing = measure([lambda: called.append(0), lambda: called.append(1)], FakeClock(4.0), seconds=0.2)
     assert timing.runs == 50
     assert timing.median_ms == 2.0
+    assert timing.condition == Condition(1754, 650.0), "read after the last play"
     outliers = sum((i + 4 + 1) % 11 == 0 for i in range(50))
     assert timing.sustained_ms == pytest.approx((50 - outliers + 10 * outliers) * 4.0 / 50 / 2)
     # Sets rotate: the second call's turn comes between two of the first.
