@@ -1,12 +1,13 @@
 """Charts of results: speed-up against context length, and every operator under the card's roofline.
 
-Drawn with matplotlib on an opaque ground, so that a page in light or dark shows the same picture; the same rows give the
-same bytes.
+Drawn with matplotlib on an opaque ground, so that a light page and a dark one show the same picture. The same rows give
+the same bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,28 @@ ELEMENTS = {"bfloat16": "BF16 tensor cores", "float8_e4m3fn": "FP8 tensor cores"
 
 DENSE = {"prefill": ("fa4", "cudnn"), "msa_decode": ("fa4", "dense_bytes")}
 PEER_NAMES = {
+    "vllm": "vLLM's sparse kernels",
     "fa4": "FlashAttention-4",
-    "cudnn": "cuDNN attention",
-    "dense_bytes": "reading all keys and values at copy speed",
+    "cudnn": "attention of cuDNN",
+    "dense_bytes": "decode that reads at copy speed",
 }
 SHOWN = (
     "prefill_128k_u",
     "prefill_32k",
     "decode_128k_b32",
-    "prefill_32k_u",
     "chunk8k_1m_u",
+    "prefill_32k_u",
     "prefill_8k_u",
     "prefill_4k",
+    "decode_1m_b8",
+    "decode_128k_b1",
 )
 """Which case stands for an operator in the roofline: the first of these that was timed."""
+
+WHOLE, LAST = "whole prompt", "last 8K queries"
+DPI = 150
+SETTINGS: dict[Any, Any] = {"svg.hashsalt": "msa_tiles", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+"""Of matplotlib, beside its defaults: bytes that depend on the rows alone, and letters that need no font."""
 
 
 def available() -> bool:
@@ -50,7 +59,13 @@ def available() -> bool:
 
 def draw(results: Iterable[Row], directory: Path) -> list[Path]:
     """Write the charts that the rows suffice for, each as PNG and SVG; a set of its own for each card."""
-    results = list(results)
+    import matplotlib
+
+    with matplotlib.rc_context(), matplotlib.rc_context(matplotlib.rcParamsDefault | SETTINGS):
+        return _draw(list(results), directory)
+
+
+def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     cards = sorted({row["card"] for row in results})
     current = rows.digests()
@@ -83,8 +98,12 @@ class SpeedUp:
     peer: str
 
 
-def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str) -> dict[tuple[str, str], list[SpeedUp]]:
-    """Points by (kind of case, peer `dense` or `vllm`), in order of context; of our faster DSL in each case."""
+Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
+"""Points in order of context, by what the queries are (empty for decode) and the peer, `dense` or `vllm`."""
+
+
+def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str) -> Lines:
+    """The lines of an operator, of our faster DSL in each case."""
     found: dict[tuple[str, str], list[SpeedUp]] = {}
     for label in BENCHMARKS[op].labels:
         mine = [latest[key] for dsl in DSLS if (key := (op, label, precision, dsl)) in latest]
@@ -95,7 +114,7 @@ def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str) -> dict[t
             dense = [peer for peer in DENSE[op] if peer in row["baselines"]]
             fastest = min(dense, key=row["baselines"].__getitem__, default=None)
             for name, peer in (("dense", fastest), ("vllm", "vllm")):
-                if peer in row["baselines"]:
+                if peer is not None and peer in row["baselines"]:
                     point = SpeedUp(context_of(op, label), row["baselines"][peer] / row["ms"], peer)
                     found.setdefault((kind, name), []).append(point)
     return {key: sorted(points, key=lambda point: point.context) for key, points in found.items()}
@@ -110,10 +129,10 @@ def context_of(op: str, label: str) -> int:
 def _kinds(op: str, label: str) -> Sequence[str]:
     """The lines that a case is a point of."""
     if op == "msa_decode":
-        return ("batch 8",) if label.endswith("_b8") else ()
+        return ("",) if label.endswith("_b8") else ()
     if label.startswith("prefill_8k"):
-        return ("whole prompt", "last 8K queries")
-    return ("whole prompt",) if label.startswith("prefill") else ("last 8K queries",)
+        return (WHOLE, LAST)
+    return (WHOLE,) if label.startswith("prefill") else (LAST,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,160 +175,194 @@ def roofline_points(latest: Mapping[rows.Key, Row]) -> list[RooflinePoint]:
     return points
 
 
-def _speed_up_figure(series: Mapping[str, Mapping[tuple[str, str], Sequence[SpeedUp]]], note: str) -> Any:
-    figure, axes = _figure(note, "How many times faster than its peers", columns=2)
-    top = max(point.ratio for one in series.values() for points in one.values() for point in points)
-    for axis, op, title in zip(axes, DENSE, ("Prefill", "Decode, one query each of 8 requests"), strict=True):
-        axis.set_title(title, loc="left", fontsize=11, color=INK)
+def _speed_up_figure(series: Mapping[str, Lines], note: str) -> Any:
+    """Prefill beside decode, on one scale."""
+    figure, axes = _figure("Speed-up by context length", [note], columns=2)
+    ratios = [point.ratio for lines in series.values() for points in lines.values() for point in points]
+    # The legend stands in the upper left, above the lines.
+    bottom, top = min(-0.8, math.log2(min(ratios)) - 0.6), max(4.0, math.log2(max(ratios))) + 2.2
+    for axis, op, title in zip(axes, DENSE, ("Prefill", "Decode: 8 requests, one query each"), strict=True):
+        axis.set_title(title, loc="left", fontsize=11.5, color=INK)
         for (kind, name), points in series[op].items():
-            whole = kind == "whole prompt"
-            colour = BLUE if name == "dense" else GREEN
-            axis.plot(
-                [point.context for point in points],
-                [point.ratio for point in points],
-                color=colour,
-                marker="s" if whole else "o",
-                markersize=6,
-                markerfacecolor=GROUND if whole else colour,
-                linewidth=2,
-                linestyle=(0, (4, 2)) if whole else "-",
-                label=_line_name(name, kind, points),
-                zorder=3,
-            )
-            last = points[-1]
-            axis.annotate(
-                f"{last.ratio:.1f}x" if last.ratio < 10 else f"{last.ratio:.0f}x",
-                (last.context, last.ratio),
-                xytext=(8, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                color=colour,
-            )
+            _draw_line(axis, kind, name, points)
         axis.axhline(1, color=FAINT, linewidth=1)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_xlim(2**12.7, 2**20.7)
-        axis.set_ylim(2**-0.8, 2 ** max(4.0, _log2(top) + 1.6))
-        axis.set_xticks([2**n for n in (13, 15, 17, 19, 20)], labels=["8K", "32K", "128K", "512K", "1M"])
-        ticks = [2**n for n in range(0, int(max(4.0, _log2(top) + 1.6)) + 1)]
-        axis.set_yticks(ticks, labels=[f"{tick}x" for tick in ticks])
+        axis.set_xlim(2**12.6, 2**20.9)
+        axis.set_ylim(2**bottom, 2**top)
+        axis.set_xticks([1 << n for n in (13, 15, 17, 19, 20)], labels=["8K", "32K", "128K", "512K", "1M"])
+        ticks = range(math.ceil(bottom), math.floor(top) + 1)
+        axis.set_yticks([2.0**n for n in ticks], labels=[f"{2.0**n:g}x" for n in ticks])
         axis.minorticks_off()
         axis.set_xlabel("context length, tokens")
         if series[op]:
-            axis.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK, handlelength=2.6)
+            axis.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK, handlelength=2.8)
         else:
             axis.text(0.5, 0.5, "not timed", transform=axis.transAxes, ha="center", color=FAINT)
     axes[0].set_ylabel("time of the peer / time of ours")
     return figure
 
 
+def _draw_line(axis: Any, kind: str, name: str, points: Sequence[SpeedUp]) -> None:
+    whole = kind == WHOLE
+    colour = BLUE if name == "dense" else GREEN
+    axis.plot(
+        [point.context for point in points],
+        [point.ratio for point in points],
+        color=colour,
+        marker="s" if whole else "o",
+        markersize=6,
+        markerfacecolor=GROUND if whole else colour,
+        linewidth=2,
+        linestyle=(0, (3, 1.5)) if whole else "-",
+        label=_line_name(name, kind, points),
+        zorder=3,
+    )
+    last = points[-1]
+    axis.annotate(
+        f"{last.ratio:.1f}x" if last.ratio < 9.95 else f"{last.ratio:.0f}x",
+        (last.context, last.ratio),
+        xytext=(8, -10 if whole else 0),  # the line of the last queries goes on beside the whole prompt's end
+        textcoords="offset points",
+        va="center",
+        fontsize=9.5,
+        fontweight="bold",
+        color=colour,
+        zorder=4,
+    )
+
+
 def _line_name(name: str, kind: str, points: Sequence[SpeedUp]) -> str:
-    if name == "vllm":
-        peer = "vLLM's sparse kernels (Triton)"
-    else:
-        peer = "dense: " + " or ".join(dict.fromkeys(PEER_NAMES[point.peer] for point in points))
-    return peer if kind.startswith("batch") else f"{peer}, {kind}"
+    names = dict.fromkeys(PEER_NAMES[point.peer] for point in points)
+    peer = ("over " if name == "vllm" else "over dense ") + " or ".join(names)
+    return f"{peer}, {kind}" if kind else peer
 
 
 def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str) -> Any:
-    figure, (axis,) = _figure(note, "Operators under the roofline", columns=1)
-    left = min(0.1, *(point.intensity / 2 for point in points))
-    right = max(1e5, *(point.intensity * 8 for point in points))
-    bandwidth = device.memory_gb_per_s * 1e-3  # TFLOPS at one operation per byte
-    elements = {"bfloat16", "float32"} | {point.work.compute for point in points}
-    peaks = {name: device.peak_tflops[name] for name in ELEMENTS if name in elements and name in device.peak_tflops}
-    ridge = max(peaks.values()) / bandwidth
-    axis.plot([left, ridge], [left * bandwidth, ridge * bandwidth], color=INK, linewidth=1.5, zorder=2)
-    # The words lie along the slope, below it: measured on the axes, whose both scales are logarithmic.
-    axis.annotate(
-        f"memory, {bandwidth:.2f} TB/s",
-        (left * 3, left * 3 * bandwidth),
-        xytext=(0, 6),
-        textcoords="offset points",
-        rotation=_SLOPE,
-        rotation_mode="anchor",
-        transform_rotates_text=True,
-        fontsize=9,
-        color=INK,
+    cases_shown = ", ".join(dict.fromkeys(point.row["case"] for point in points))
+    figure, (axis,) = _figure(
+        "Operators under the roofline", [note, f"{cases_shown}; in percent: of what the roofline allows"], columns=1
     )
-    for name, peak in peaks.items():
-        begin = peak / bandwidth
-        axis.plot([begin, right], [peak, peak], color=INK if name != "float32" else FAINT, linewidth=1.5, zorder=2)
-        axis.annotate(
-            f"{ELEMENTS[name]}, {peak:.0f} TFLOPS",
-            (right, peak),
-            xytext=(-4, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=INK,
-        )
-    for dsl, (words, colour, marker) in DSL_STYLES.items():
-        mine = [point for point in points if point.row["dsl"] == dsl]
-        for point in mine:
-            filled = point.row["precision"] == "bf16"
-            axis.plot(
-                point.intensity,
-                point.tflops,
-                marker=marker,
-                markersize=7,
-                color=colour,
-                markerfacecolor=colour if filled else GROUND,
-                linestyle="none",
-                zorder=3,
-            )
-        if mine:
-            axis.plot([], [], marker=marker, markersize=7, color=colour, linestyle="none", label=words)
-    _label_points(axis, points, device)
+    figure.subplots_adjust(right=0.83)
+    left = min(0.1, *(point.intensity / 2 for point in points))
+    right = max(1e4, *(point.intensity * 6 for point in points))
+    bandwidth = device.memory_gb_per_s * 1e-3  # TFLOPS at one operation per byte
+    used = {"bfloat16"} | {point.work.compute for point in points}
+    peaks = {name: device.peak_tflops[name] for name in ELEMENTS if name in used and name in device.peak_tflops}
+    highest = max(peaks.values())
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(left, right)
-    axis.set_ylim(min(point.tflops for point in points) / 3, max(peaks.values()) * 3)
-    axis.set_xlabel("arithmetic intensity, operations per byte that must move")
+    axis.set_ylim(min(point.tflops for point in points) / 4, highest * 2.5)
+    axis.plot([left, highest / bandwidth], [left * bandwidth, highest], color=INK, linewidth=1.5, zorder=2)
+    for name, peak in peaks.items():
+        colour = FAINT if name == "float32" else INK
+        axis.plot([peak / bandwidth, right], [peak, peak], color=colour, linewidth=1.5, zorder=2)
+        axis.annotate(
+            f"{ELEMENTS[name]}\n{peak:.0f} TFLOPS",
+            (right, peak),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+        )
+    for dsl, (words, colour, marker) in DSL_STYLES.items():
+        style = {"marker": marker, "markersize": 7.5, "color": colour, "linestyle": "none"}
+        mine = [point for point in points if point.row["dsl"] == dsl]
+        for point in mine:
+            face = colour if point.row["precision"] == "bf16" else GROUND
+            axis.plot(point.intensity, point.tflops, markerfacecolor=face, zorder=3, **style)
+        if mine:
+            axis.plot([], [], label=words, **style)
+    begin, end = axis.transData.transform([(1, bandwidth), (2, 2 * bandwidth)])
+    slope = math.degrees(math.atan2(end[1] - begin[1], end[0] - begin[0]))
+    memory = axis.annotate(
+        f"memory, {bandwidth:.2f} TB/s",
+        (left * 1.5, left * 1.5 * bandwidth),
+        xytext=(0, 5),
+        textcoords="offset points",
+        rotation=slope,
+        rotation_mode="anchor",
+        fontsize=9,
+        color=INK,
+    )
+    _name_points(figure, axis, points, device, [memory])
+    axis.minorticks_off()
+    for set_ticks, (low, high) in ((axis.set_xticks, axis.get_xlim()), (axis.set_yticks, axis.get_ylim())):
+        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        set_ticks([10.0**n for n in powers], labels=[f"{10.0**n:,g}" if n < 6 else f"$10^{n}$" for n in powers])
+    axis.set_xlabel("arithmetic intensity: operations per byte that has to move")
     axis.set_ylabel("achieved TFLOPS")
-    axis.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    axis.legend(loc="lower right", frameon=False, fontsize=9.5, labelcolor=INK)
     return figure
 
 
-_SLOPE = 45.0
+_PLACES = (
+    ((9, -4), "left", "top"),
+    ((9, 5), "left", "bottom"),
+    ((-9, 5), "right", "bottom"),
+    ((-9, -4), "right", "top"),
+    ((0, -10), "center", "top"),
+    ((0, -24), "center", "top"),
+    ((0, -38), "center", "top"),
+)
+"""Where a name may stand beside its point, best first: offset, and the sides of the text that are turned to it."""
 
 
-def _label_points(axis: Any, points: Sequence[RooflinePoint], device: Device) -> None:
-    """Name each operator once, beside its faster kernel, with its share of what the roofline allows."""
-    by_name: dict[tuple[str, str], RooflinePoint] = {}
+def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device: Device, texts: Sequence[Any]) -> None:
+    """Name each operator once, beside its faster kernel, where no other name and no other point is."""
+    from matplotlib.transforms import Bbox
+
+    renderer = figure.canvas.get_renderer()
+    taken = [text.get_window_extent(renderer) for text in texts]
+    for point in points:
+        x, y = axis.transData.transform((point.intensity, point.tflops))
+        taken.append(Bbox.from_bounds(x - 7, y - 7, 14, 14))
+    fastest: dict[tuple[str, str], RooflinePoint] = {}
     for point in points:
         key = (point.op, point.row["precision"])
-        if key not in by_name or point.tflops > by_name[key].tflops:
-            by_name[key] = point
-    for (op, precision), point in by_name.items():
+        if key not in fastest or point.tflops > fastest[key].tflops:
+            fastest[key] = point
+    for (op, precision), point in sorted(fastest.items(), key=lambda item: item[1].intensity):
         name = op if precision == "bf16" else f"{op} {PRECISIONS[precision]}"
-        axis.annotate(
-            f"{name}  {100 * point.share(device):.0f}%",
-            (point.intensity, point.tflops),
-            xytext=(9, -3),
-            textcoords="offset points",
-            va="top",
-            fontsize=9,
-            color=INK,
-        )
+        for offset, side, edge in _PLACES:
+            text = axis.annotate(
+                f"{name}  {100 * point.share(device):.0f}%",
+                (point.intensity, point.tflops),
+                xytext=offset,
+                textcoords="offset points",
+                ha=side,
+                va=edge,
+                fontsize=9,
+                color=INK,
+                zorder=4,
+            )
+            box = text.get_window_extent(renderer)
+            if not any(box.overlaps(other) for other in taken) and box.x1 < axis.bbox.x1:
+                break
+            if (offset, side, edge) != _PLACES[-1]:
+                text.remove()
+        taken.append(box)
 
 
-def _figure(note: str, title: str, columns: int) -> tuple[Any, Sequence[Any]]:
+def _figure(title: str, notes: Sequence[str], columns: int) -> tuple[Any, Sequence[Any]]:
+    """A figure with its title, lines of notes below it, and empty axes side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.2), facecolor=GROUND)
+    figure = Figure(figsize=(11, 5.4), dpi=DPI, facecolor=GROUND)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(1, columns, squeeze=False)
-    figure.subplots_adjust(left=0.075, right=0.975, top=0.8, bottom=0.12, wspace=0.14)
+    grid = figure.subplots(1, columns, squeeze=False, sharey=True)
+    figure.subplots_adjust(left=0.075, right=0.98, top=0.81, bottom=0.11, wspace=0.06)
     figure.text(0.02, 0.945, title, fontsize=15, fontweight="bold", color=INK)
-    figure.text(0.02, 0.9, note, fontsize=9.5, color=FAINT)
+    for line, note in enumerate(notes):
+        figure.text(0.02, 0.905 - 0.035 * line, note, fontsize=9.5, color=FAINT)
     for axis in grid[0]:
         axis.set_facecolor(GROUND)
         axis.grid(color=GRID, linewidth=0.8)
         axis.set_axisbelow(True)
-        axis.tick_params(colors=FAINT, length=0)
+        axis.tick_params(which="both", colors=FAINT, length=0)
         axis.xaxis.label.set_color(INK)
         axis.yaxis.label.set_color(INK)
         for side, spine in axis.spines.items():
@@ -329,19 +382,9 @@ def _note(card: str, used: Sequence[Row], current: frozenset[str], precision: st
 
 
 def _save(figure: Any, stem: Path) -> list[Path]:
-    import matplotlib
-
-    settings = {"svg.hashsalt": "msa_tiles", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
     written = []
-    with matplotlib.rc_context(settings):
-        for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-            path = stem.with_name(f"{stem.name}.{kind}")
-            figure.savefig(path, dpi=150, metadata=metadata, facecolor=GROUND)
-            written.append(path)
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+        path = stem.with_name(f"{stem.name}.{kind}")
+        figure.savefig(path, dpi=DPI, metadata=metadata, facecolor=GROUND)
+        written.append(path)
     return written
-
-
-def _log2(value: float) -> float:
-    import math
-
-    return math.log2(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,7 @@ def run(bench: Bench, dsls: Sequence[str], clock: Clock, l2_bytes: int, seconds:
     """
     result = Result(num_sets=sets_needed(bench.bytes_per_set, l2_bytes))
     sets = [bench.make(seed) for seed in range(result.num_sets)]
-    mine = [Contender(dsl, lambda inputs, dsl=dsl: bench.ours(dsl, inputs), bench.check) for dsl in dsls]
+    mine = [Contender(dsl, functools.partial(bench.ours, dsl), bench.check) for dsl in dsls]
     bound: dict[str, list[Call]] = {}
     for contender in (*mine, *bench.peers):
         if not isinstance(contender, Skipped) and contender.name not in dsls and not bound:

@@ -23,7 +23,7 @@ def launched() -> Iterator[dict[str, Cell]]:
         seen.setdefault(kernel.cell.id, kernel.cell)
         launch(kernel, *args)
 
-    Kernel.__call__ = noted  # type: ignore[method-assign]
+    Kernel.__call__ = noted  # type: ignore[assignment, method-assign]
     try:
         yield seen
     finally:

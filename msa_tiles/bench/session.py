@@ -79,9 +79,8 @@ def plan(ops: Sequence[str], labels: Sequence[str], precisions: Sequence[str]) -
 def _known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(
-                f"{option} {name} is unknown to these operators; they have {', '.join(dict.fromkeys(known))}"
-            )
+            every = ", ".join(dict.fromkeys(known))
+            raise ValueError(f"{option} {name} is unknown to these operators; they have {every}")
 
 
 def missing_kernels(job: Job, dsls: Sequence[str], target: str | None, registry: Registry) -> str:
@@ -157,9 +156,8 @@ def _one(
     machine = machine | {"date": stamp.date().isoformat(), "run": stamp.isoformat(timespec="milliseconds")}
     made = harness.rows_of(bench, result, job.precision, floor, settings.seconds, machine)
     failures = [f"{job}, {dsl}: {reason}" for dsl, reason in result.wrong.items()]
-    skipped = (
-        "" if made or failures else "; ".join(result.skipped[dsl] for dsl in settings.dsls if dsl in result.skipped)
-    )
+    refusals = [result.skipped[dsl] for dsl in settings.dsls if dsl in result.skipped]
+    skipped = "" if made or failures else "; ".join(refusals)
     for row in made:
         say(f"  = {row['dsl']:<9} {summary(row)}")
     return Done(job, made, skipped, failures)

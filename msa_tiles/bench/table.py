@@ -9,17 +9,8 @@ from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS
 
-HEADING = (
-    "op",
-    "case",
-    "prec",
-    *(f"{dsl} ms" for dsl in DSLS),
-    "best peer ms",
-    "ratio",
-    "floor ms",
-    "of floor",
-    "gate",
-)
+FIGURES = (*(f"{dsl} ms" for dsl in DSLS), "best peer ms", "ratio", "floor ms", "of floor")
+HEADING = ("op", "case", "prec", *FIGURES, "gate")
 STALE = "*"
 LEGEND = (
     "ratio: the best peer's time by that of our faster DSL, in the same run; of floor: the roofline's time by ours;\n"

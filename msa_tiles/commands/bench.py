@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         console.complain("msa-tiles bench: --charts needs matplotlib: pip install 'msa-tiles[demo]'")
         return 2
     if args.files:
-        results, failures = _recorded(args.files, jobs, args), []
+        results = _recorded(args.files, jobs, args)
+        failures: list[str] = []
         if not results:
             console.complain(f"msa-tiles bench: --from: no such rows in {', '.join(map(str, args.files))}")
             return 2
@@ -126,7 +127,7 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
         raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
     if not torch.cuda.is_available():
         console.complain(
-            "msa-tiles bench: there is no CUDA device here to time kernels on; --from FILE shows the rows of earlier runs"
+            "msa-tiles bench: there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs"
         )
         return None
     dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)

@@ -1,4 +1,4 @@
-"""A whole decode step, `msa_decode`, against vLLM's Triton kernels on the same paged caches, and against dense decode."""
+"""A whole decode step, `msa_decode`, against vLLM's Triton kernels and dense decode on the same paged caches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,7 +223,7 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     ids, out = result
     k, v = x.cache.split(case["head_dim"], -1)
     for b in {0, case.batch - 1}:
-        where = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
+        where: dict[str, Any] = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
         rows = slice(b, b + 1)
         wrong = ranked(scores_of(x, b), ids[:, b], case["topk"])
         if wrong:
@@ -237,7 +238,7 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
 def scores_of(x: Inputs, request: int) -> Tensor:
     """float32 scores `[Hi, blocks]` of one request, by the reference."""
     rows = slice(request, request + 1)
-    where = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
+    where: dict[str, Any] = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
     return reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,7 +198,7 @@ def check_attention(case: Case, chosen: Chosen, out: Tensor) -> str | None:
     k, v = x.cache.split(case["head_dim"], -1)
     for b in sorted({0, case.batch - 1}):
         rows = slice(b, b + 1)
-        where = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
+        where: dict[str, Any] = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
         wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, chosen.ids[:, rows], block_size=PAGE, **where)
         wrong = checks.close(out[rows], wanted)
         if wrong:

@@ -1,4 +1,4 @@
-"""The whole sparse prefill, `select_blocks` then `sparse_attention`, against dense attention and vLLM's three kernels."""
+"""The whole sparse prefill, `select_blocks` then `sparse_attention`, against dense attention and vLLM's kernels."""
 
 from __future__ import annotations
 
