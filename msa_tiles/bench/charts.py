@@ -7,6 +7,7 @@ the same bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ GROUND, INK, FAINT, GRID = "#ffffff", "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN = "#0969da", "#bc4c00", "#1a7f37"
 DSL_STYLES = {"tilelang": ("TileLang", BLUE, "o"), "cutedsl": ("CuTe DSL", ORANGE, "D")}
 PRECISIONS = {"bf16": "BF16", "fp8": "FP8"}
-ELEMENTS = {"bfloat16": "BF16 tensor cores", "float8_e4m3fn": "FP8 tensor cores", "float32": "FP32"}
+ELEMENTS = {"bfloat16": "BF16", "float8_e4m3fn": "FP8", "float32": "FP32"}
 
 DENSE = {"prefill": ("fa4", "cudnn"), "msa_decode": ("fa4", "dense_bytes")}
 PEER_NAMES = {
@@ -75,7 +76,7 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
         suffix = "" if len(cards) == 1 else "_" + rows.file_name(card).removesuffix(".jsonl")
         for precision in PRECISIONS:
             tail = suffix if precision == "bf16" else f"_{precision}{suffix}"
-            series = {op: speed_ups(latest, op, precision) for op in DENSE}
+            series = {op: speed_ups(latest, op, precision, current) for op in DENSE}
             if any(len(points) > 1 for one in series.values() for points in one.values()):
                 used = [row for row in latest.values() if row["op"] in DENSE and row["precision"] == precision]
                 note = _note(card, used, current, PRECISIONS[precision])
@@ -102,14 +103,14 @@ Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
 """Points in order of context, by what the queries are (empty for decode) and the peer, `dense` or `vllm`."""
 
 
-def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str) -> Lines:
+def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str, current: frozenset[str]) -> Lines:
     """The lines of an operator, of our faster DSL in each case."""
     found: dict[tuple[str, str], list[SpeedUp]] = {}
     for label in BENCHMARKS[op].labels:
         mine = [latest[key] for dsl in DSLS if (key := (op, label, precision, dsl)) in latest]
         if not mine:
             continue
-        row = min(mine, key=lambda row: row["ms"])
+        row = min(rows.fresh(mine, current), key=lambda row: row["ms"])
         for kind in _kinds(op, label):
             dense = [peer for peer in DENSE[op] if peer in row["baselines"]]
             fastest = min(dense, key=row["baselines"].__getitem__, default=None)
@@ -188,7 +189,7 @@ def _speed_up_figure(series: Mapping[str, Lines], note: str) -> Any:
         axis.axhline(1, color=FAINT, linewidth=1)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_xlim(2**12.6, 2**20.9)
+        axis.set_xlim(2**12.6, 2**21.1)
         axis.set_ylim(2**bottom, 2**top)
         axis.set_xticks([1 << n for n in (13, 15, 17, 19, 20)], labels=["8K", "32K", "128K", "512K", "1M"])
         ticks = range(math.ceil(bottom), math.floor(top) + 1)
@@ -199,6 +200,7 @@ def _speed_up_figure(series: Mapping[str, Lines], note: str) -> Any:
             axis.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK, handlelength=2.8)
         else:
             axis.text(0.5, 0.5, "not timed", transform=axis.transAxes, ha="center", color=FAINT)
+        _name_ends(figure, axis, series[op])
     axes[0].set_ylabel("time of the peer / time of ours")
     return figure
 
@@ -218,18 +220,18 @@ def _draw_line(axis: Any, kind: str, name: str, points: Sequence[SpeedUp]) -> No
         label=_line_name(name, kind, points),
         zorder=3,
     )
-    last = points[-1]
-    axis.annotate(
-        f"{last.ratio:.1f}x" if last.ratio < 9.95 else f"{last.ratio:.0f}x",
-        (last.context, last.ratio),
-        xytext=(8, -10 if whole else 0),  # the line of the last queries goes on beside the whole prompt's end
-        textcoords="offset points",
-        va="center",
-        fontsize=9.5,
-        fontweight="bold",
-        color=colour,
-        zorder=4,
-    )
+
+
+def _name_ends(figure: Any, axis: Any, lines: Lines) -> None:
+    """Write the last ratio of each line beside its end."""
+    taken = []
+    for points in lines.values():
+        taken += _boxes_along(axis, [(point.context, point.ratio) for point in points])
+    for (_, name), points in lines.items():
+        last = points[-1]
+        words = f"{last.ratio:.0f}x" if last.ratio >= 9.95 else f"{last.ratio:.{1 if last.ratio >= 2 else 2}f}x"
+        style = {"fontsize": 9.5, "fontweight": "bold", "color": BLUE if name == "dense" else GREEN, "zorder": 4}
+        _place(figure, axis, words, (last.context, last.ratio), taken, **style)
 
 
 def _line_name(name: str, kind: str, points: Sequence[SpeedUp]) -> str:
@@ -243,7 +245,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
     figure, (axis,) = _figure(
         "Operators under the roofline", [note, f"{cases_shown}; in percent: of what the roofline allows"], columns=1
     )
-    figure.subplots_adjust(right=0.83)
+    figure.subplots_adjust(right=0.86)
     left = min(0.1, *(point.intensity / 2 for point in points))
     right = max(1e4, *(point.intensity * 6 for point in points))
     bandwidth = device.memory_gb_per_s * 1e-3  # TFLOPS at one operation per byte
@@ -255,11 +257,12 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
     axis.set_xlim(left, right)
     axis.set_ylim(min(point.tflops for point in points) / 4, highest * 2.5)
     axis.plot([left, highest / bandwidth], [left * bandwidth, highest], color=INK, linewidth=1.5, zorder=2)
+    taken = _boxes_along(axis, [(left, left * bandwidth), (highest / bandwidth, highest)])
     for name, peak in peaks.items():
         colour = FAINT if name == "float32" else INK
         axis.plot([peak / bandwidth, right], [peak, peak], color=colour, linewidth=1.5, zorder=2)
         axis.annotate(
-            f"{ELEMENTS[name]}\n{peak:.0f} TFLOPS",
+            f"{ELEMENTS[name]}, {peak:.0f} TFLOPS",
             (right, peak),
             xytext=(6, 0),
             textcoords="offset points",
@@ -267,6 +270,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
             fontsize=9,
             color=colour,
         )
+        taken += _boxes_along(axis, [(peak / bandwidth, peak), (right, peak)])
     for dsl, (words, colour, marker) in DSL_STYLES.items():
         style = {"marker": marker, "markersize": 7.5, "color": colour, "linestyle": "none"}
         mine = [point for point in points if point.row["dsl"] == dsl]
@@ -287,7 +291,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
         fontsize=9,
         color=INK,
     )
-    _name_points(figure, axis, points, device, [memory])
+    _name_points(figure, axis, points, device, [*taken, memory.get_window_extent(figure.canvas.get_renderer())])
     axis.minorticks_off()
     for set_ticks, (low, high) in ((axis.set_xticks, axis.get_xlim()), (axis.set_yticks, axis.get_ylim())):
         powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
@@ -299,26 +303,52 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
 
 
 _PLACES = (
-    ((9, -4), "left", "top"),
-    ((9, 5), "left", "bottom"),
-    ((-9, 5), "right", "bottom"),
-    ((-9, -4), "right", "top"),
-    ((0, -10), "center", "top"),
-    ((0, -24), "center", "top"),
-    ((0, -38), "center", "top"),
+    ((9, 0), "left", "center"),
+    ((-9, 0), "right", "center"),
+    ((7, 7), "left", "bottom"),
+    ((7, -7), "left", "top"),
+    ((-7, 7), "right", "bottom"),
+    ((-7, -7), "right", "top"),
+    ((0, -9), "center", "top"),
+    ((0, 9), "center", "bottom"),
+    *(((x, -y), side, "top") for y in (22, 36, 50) for x, side in ((0, "center"), (-12, "right"), (12, "left"))),
 )
-"""Where a name may stand beside its point, best first: offset, and the sides of the text that are turned to it."""
+"""Where words may stand beside their point, best first: offset, and the sides of the words that are turned to it."""
 
 
-def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device: Device, texts: Sequence[Any]) -> None:
-    """Name each operator once, beside its faster kernel, where no other name and no other point is."""
+def _place(figure: Any, axis: Any, words: str, at: tuple[float, float], taken: list[Any], **style: Any) -> None:
+    """Write beside a point, in the first place that is inside the axes and not `taken`; the place is taken then."""
+    renderer = figure.canvas.get_renderer()
+    inside = axis.get_window_extent(renderer)
+    for place in _PLACES:
+        offset, side, edge = place
+        text = axis.annotate(words, at, xytext=offset, textcoords="offset points", ha=side, va=edge, **style)
+        box = text.get_window_extent(renderer)
+        fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
+        if (fits and not any(box.overlaps(other) for other in taken)) or place is _PLACES[-1]:
+            taken.append(box)
+            return
+        text.remove()
+
+
+def _boxes_along(axis: Any, points: Sequence[tuple[float, float]]) -> list[Any]:
+    """What a line through these points covers, in pixels: a box around each point, small ones between them."""
     from matplotlib.transforms import Bbox
 
-    renderer = figure.canvas.get_renderer()
-    taken = [text.get_window_extent(renderer) for text in texts]
+    places = [tuple(place) for place in axis.transData.transform(points)]
+    boxes = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in places]
+    for (x0, y0), (x1, y1) in itertools.pairwise(places):
+        steps = max(1, round(math.hypot(x1 - x0, y1 - y0) / 8))
+        for step in range(1, steps):
+            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
+            boxes.append(Bbox.from_bounds(x - 2, y - 2, 4, 4))
+    return boxes
+
+
+def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device: Device, taken: list[Any]) -> None:
+    """Name each operator once, beside its faster kernel, where no other name, point or line is."""
     for point in points:
-        x, y = axis.transData.transform((point.intensity, point.tflops))
-        taken.append(Bbox.from_bounds(x - 7, y - 7, 14, 14))
+        taken += _boxes_along(axis, [(point.intensity, point.tflops)])
     fastest: dict[tuple[str, str], RooflinePoint] = {}
     for point in points:
         key = (point.op, point.row["precision"])
@@ -326,24 +356,8 @@ def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device
             fastest[key] = point
     for (op, precision), point in sorted(fastest.items(), key=lambda item: item[1].intensity):
         name = op if precision == "bf16" else f"{op} {PRECISIONS[precision]}"
-        for offset, side, edge in _PLACES:
-            text = axis.annotate(
-                f"{name}  {100 * point.share(device):.0f}%",
-                (point.intensity, point.tflops),
-                xytext=offset,
-                textcoords="offset points",
-                ha=side,
-                va=edge,
-                fontsize=9,
-                color=INK,
-                zorder=4,
-            )
-            box = text.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in taken) and box.x1 < axis.bbox.x1:
-                break
-            if (offset, side, edge) != _PLACES[-1]:
-                text.remove()
-        taken.append(box)
+        words = f"{name}  {100 * point.share(device):.0f}%"
+        _place(figure, axis, words, (point.intensity, point.tflops), taken, fontsize=9, color=INK, zorder=4)
 
 
 def _figure(title: str, notes: Sequence[str], columns: int) -> tuple[Any, Sequence[Any]]:

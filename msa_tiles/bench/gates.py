@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msa_tiles.bench import rows
 from msa_tiles.bench.rows import Key, Row
 from msa_tiles.spec.model import DSLS
 
@@ -60,31 +61,39 @@ def of(op: str, case: str, precision: str) -> Gate | None:
     return next((gate for gate in GATES if (gate.op, gate.case, gate.precision) == (op, case, precision)), None)
 
 
-def best(gate: Gate, latest: Mapping[Key, Row]) -> tuple[float | None, str]:
-    """The best ratio that one of our DSLs reached, and `met`, `stretch met`, `MISSED`, or why there is no ratio."""
+MET = ("met", "stretch met")
+
+
+def best(gate: Gate, latest: Mapping[Key, Row], current: frozenset[str]) -> tuple[float | None, str]:
+    """The best ratio of our DSLs, and `met`, `stretch met`, `MISSED`, `stale`, or why there is no ratio.
+
+    `current` are the digests of the kernels as they are now: what an older kernel reached is nothing that is met.
+    """
     found = [latest[key] for dsl in DSLS if (key := (gate.op, gate.case, gate.precision, dsl)) in latest]
     if not found:
         return None, "not measured"
-    ratios = [ratio for row in found if (ratio := gate.reached(row)) is not None]
+    ratios = [(ratio, row) for row in rows.fresh(found, current) if (ratio := gate.reached(row)) is not None]
     if not ratios:
         return None, f"{' or '.join(gate.peers)} not timed"
-    ratio = max(ratios)
+    ratio, row = max(ratios, key=lambda pair: pair[0])
+    if rows.is_stale(row, current):
+        return ratio, "stale"
     if ratio >= gate.stretch:
         return ratio, "stretch met"
     return ratio, "met" if ratio >= gate.ratio else "MISSED"
 
 
-def report(latest: Mapping[Key, Row], gates: Iterable[Gate] = GATES) -> list[Sequence[str]]:
+def report(latest: Mapping[Key, Row], current: frozenset[str], gates: Iterable[Gate] = GATES) -> list[Sequence[str]]:
     """Rows of a table, the heading first."""
     table: list[Sequence[str]] = [("op", "case", "precision", "peer", "ratio", "gate", "stretch", "verdict")]
     for gate in gates:
-        ratio, words = best(gate, latest)
+        ratio, words = best(gate, latest, current)
         shown = "-" if ratio is None else f"{ratio:.2f}"
         peer = " or ".join(gate.peers)
         table.append((gate.op, gate.case, gate.precision, peer, shown, f"{gate.ratio:g}", f"{gate.stretch:g}", words))
     return table
 
 
-def all_met(latest: Mapping[Key, Row], gates: Iterable[Gate] = GATES) -> bool:
-    """Is every gate measured and met?"""
-    return all(best(gate, latest)[1] in ("met", "stretch met") for gate in gates)
+def all_met(latest: Mapping[Key, Row], current: frozenset[str], gates: Iterable[Gate] = GATES) -> bool:
+    """Is every gate measured on the kernels as they are now, and met?"""
+    return all(best(gate, latest, current)[1] in MET for gate in gates)

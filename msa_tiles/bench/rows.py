@@ -65,5 +65,11 @@ def is_stale(row: Row, current: frozenset[str]) -> bool:
     return not timed or not current.issuperset(timed)
 
 
+def fresh(rows: Iterable[Row], current: frozenset[str]) -> list[Row]:
+    """Those that timed the kernels as they are now; all of them where none did."""
+    rows = list(rows)
+    return [row for row in rows if not is_stale(row, current)] or rows
+
+
 def now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc)

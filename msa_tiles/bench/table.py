@@ -26,7 +26,7 @@ def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]
     table: list[Sequence[str]] = [HEADING]
     for op, case, precision in sorted(cases, key=_place):
         mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
-        table.append((op, case, precision, *_figures(mine, current), _gate(op, case, precision, latest)))
+        table.append((op, case, precision, *_figures(mine, current), _gate(op, case, precision, latest, current)))
     return table
 
 
@@ -42,7 +42,7 @@ def _figures(mine: Mapping[str, Row], current: frozenset[str]) -> Iterable[str]:
             yield _ms(mine[dsl]["ms"]) + (STALE if rows.is_stale(mine[dsl], current) else "")
         else:
             yield "-"
-    fastest = min(mine.values(), key=lambda row: row["ms"])
+    fastest = min(rows.fresh(mine.values(), current), key=lambda row: row["ms"])
     peer = min(fastest["baselines"], key=fastest["baselines"].__getitem__, default=None)
     if peer is None:
         yield from ("-", "-")
@@ -53,17 +53,19 @@ def _figures(mine: Mapping[str, Row], current: frozenset[str]) -> Iterable[str]:
     yield from ("-", "-") if floor is None else (_ms(floor), f"{100 * floor / fastest['ms']:.0f}%")
 
 
-def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row]) -> str:
+def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], current: frozenset[str]) -> str:
     gate = gates.of(op, case, precision)
     if gate is None:
         return ""
-    ratio, words = gates.best(gate, latest)
+    ratio, words = gates.best(gate, latest, current)
     return f"{gate.ratio:g}x {words}" if ratio is None else f"{gate.ratio:g}x {words} ({ratio:.2f})"
 
 
 def _ms(value: float) -> str:
-    """Four significant digits, and never more than four decimals."""
-    return f"{value:.4f}" if value < 10 else f"{value:.2f}"
+    """At least three significant digits, down to a hundredth of a microsecond."""
+    if value >= 10:
+        return f"{value:.2f}"
+    return f"{value:.4f}" if value >= 0.01 else f"{value:.5f}"
 
 
 def _place(key: tuple[str, str, str]) -> tuple[int, int, str, str]:

@@ -164,11 +164,11 @@ def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
     """Print the table, draw what is asked for; whether the gates are met, if that is asked for."""
     from msa_tiles.bench import charts, gates, rows, table
 
-    latest = rows.latest(results)
+    latest, current = rows.latest(results), rows.digests()
     if results:
         for card, dates in _cards(latest.values()).items():
             console.say(f"{card}, {dates}")
-        lines = table.lines(results, rows.digests())
+        lines = table.lines(results, current)
         console.table(lines)
         console.say(table.legend(lines))
     if args.charts is not None and results:
@@ -181,8 +181,8 @@ def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
             )
     if not args.gates:
         return True
-    console.table(gates.report(latest))
-    return gates.all_met(latest)
+    console.table(gates.report(latest, current))
+    return gates.all_met(latest, current)
 
 
 def _cards(results: Iterable[Row]) -> dict[str, str]:
