@@ -23,6 +23,8 @@ Bind = Callable[[Any], Call]
 Check = Callable[[Any, Any], "str | None"]
 Say = Callable[[str], None]
 
+LEFT_OUT = "left out by --peers"
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -130,7 +132,8 @@ def run(bench: Bench, dsls: Sequence[str], clock: Clock, l2_bytes: int, seconds:
             bound[contender.name] = calls
         release()
     for name, reason in (result.skipped | result.wrong).items():
-        say(f"  {name:<11} skipped: {reason}")
+        if reason != LEFT_OUT:
+            say(f"  {name:<11} skipped: {reason}")
     # Without any of ours there is nothing to compare peers with.
     forward = list(bound) if any(name in dsls for name in bound) else []
     for order in (forward, list(reversed(forward))):
@@ -240,7 +243,7 @@ def rows_of(
 
 def only_peers(bench: Bench, names: Sequence[str]) -> Bench:
     """The bench with the other peers left out, and on record as such."""
-    left = [peer if peer.name in names else Skipped(peer.name, "left out by --peers") for peer in bench.peers]
+    left = [peer if peer.name in names else Skipped(peer.name, LEFT_OUT) for peer in bench.peers]
     return dataclasses.replace(bench, peers=left)
 
 
