@@ -7,13 +7,12 @@ the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.bench import cases, rows
+from msa_tiles.bench import cases, labels, rows
 from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS, Device
@@ -78,7 +77,7 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
             tail = suffix if precision == "bf16" else f"_{precision}{suffix}"
             series = {op: speed_ups(latest, op, precision, current) for op in DENSE}
             if any(len(points) > 1 for one in series.values() for points in one.values()):
-                used = [row for row in latest.values() if row["op"] in DENSE and row["precision"] == precision]
+                used = [point.row for one in series.values() for points in one.values() for point in points]
                 note = _note(card, used, current, PRECISIONS[precision])
                 written += _save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
         device = cases.device_of(card)
@@ -97,6 +96,7 @@ class SpeedUp:
     context: int
     ratio: float
     peer: str
+    row: Row
 
 
 Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
@@ -116,7 +116,7 @@ def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str, current: 
             fastest = min(dense, key=row["baselines"].__getitem__, default=None)
             for name, peer in (("dense", fastest), ("vllm", "vllm")):
                 if peer is not None and peer in row["baselines"]:
-                    point = SpeedUp(context_of(op, label), row["baselines"][peer] / row["ms"], peer)
+                    point = SpeedUp(context_of(op, label), row["baselines"][peer] / row["ms"], peer, row)
                     found.setdefault((kind, name), []).append(point)
     return {key: sorted(points, key=lambda point: point.context) for key, points in found.items()}
 
@@ -226,12 +226,12 @@ def _name_ends(figure: Any, axis: Any, lines: Lines) -> None:
     """Write the last ratio of each line beside its end."""
     taken = []
     for points in lines.values():
-        taken += _boxes_along(axis, [(point.context, point.ratio) for point in points])
+        taken += labels.boxes_along(axis, [(point.context, point.ratio) for point in points])
     for (_, name), points in lines.items():
         last = points[-1]
         words = f"{last.ratio:.0f}x" if last.ratio >= 9.95 else f"{last.ratio:.{1 if last.ratio >= 2 else 2}f}x"
         style = {"fontsize": 9.5, "fontweight": "bold", "color": BLUE if name == "dense" else GREEN, "zorder": 4}
-        _place(figure, axis, words, (last.context, last.ratio), taken, **style)
+        labels.place(figure, axis, words, (last.context, last.ratio), taken, **style)
 
 
 def _line_name(name: str, kind: str, points: Sequence[SpeedUp]) -> str:
@@ -257,7 +257,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
     axis.set_xlim(left, right)
     axis.set_ylim(min(point.tflops for point in points) / 4, highest * 2.5)
     axis.plot([left, highest / bandwidth], [left * bandwidth, highest], color=INK, linewidth=1.5, zorder=2)
-    taken = _boxes_along(axis, [(left, left * bandwidth), (highest / bandwidth, highest)])
+    taken = labels.boxes_along(axis, [(left, left * bandwidth), (highest / bandwidth, highest)])
     for name, peak in peaks.items():
         colour = FAINT if name == "float32" else INK
         axis.plot([peak / bandwidth, right], [peak, peak], color=colour, linewidth=1.5, zorder=2)
@@ -270,7 +270,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
             fontsize=9,
             color=colour,
         )
-        taken += _boxes_along(axis, [(peak / bandwidth, peak), (right, peak)])
+        taken += labels.boxes_along(axis, [(peak / bandwidth, peak), (right, peak)])
     for dsl, (words, colour, marker) in DSL_STYLES.items():
         style = {"marker": marker, "markersize": 7.5, "color": colour, "linestyle": "none"}
         mine = [point for point in points if point.row["dsl"] == dsl]
@@ -302,53 +302,10 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
     return figure
 
 
-_PLACES = (
-    ((9, 0), "left", "center"),
-    ((-9, 0), "right", "center"),
-    ((7, 7), "left", "bottom"),
-    ((7, -7), "left", "top"),
-    ((-7, 7), "right", "bottom"),
-    ((-7, -7), "right", "top"),
-    ((0, -9), "center", "top"),
-    ((0, 9), "center", "bottom"),
-    *(((x, -y), side, "top") for y in (22, 36, 50) for x, side in ((0, "center"), (-12, "right"), (12, "left"))),
-)
-"""Where words may stand beside their point, best first: offset, and the sides of the words that are turned to it."""
-
-
-def _place(figure: Any, axis: Any, words: str, at: tuple[float, float], taken: list[Any], **style: Any) -> None:
-    """Write beside a point, in the first place that is inside the axes and not `taken`; the place is taken then."""
-    renderer = figure.canvas.get_renderer()
-    inside = axis.get_window_extent(renderer)
-    for place in _PLACES:
-        offset, side, edge = place
-        text = axis.annotate(words, at, xytext=offset, textcoords="offset points", ha=side, va=edge, **style)
-        box = text.get_window_extent(renderer)
-        fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
-        if (fits and not any(box.overlaps(other) for other in taken)) or place is _PLACES[-1]:
-            taken.append(box)
-            return
-        text.remove()
-
-
-def _boxes_along(axis: Any, points: Sequence[tuple[float, float]]) -> list[Any]:
-    """What a line through these points covers, in pixels: a box around each point, small ones between them."""
-    from matplotlib.transforms import Bbox
-
-    places = [tuple(place) for place in axis.transData.transform(points)]
-    boxes = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in places]
-    for (x0, y0), (x1, y1) in itertools.pairwise(places):
-        steps = max(1, round(math.hypot(x1 - x0, y1 - y0) / 8))
-        for step in range(1, steps):
-            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
-            boxes.append(Bbox.from_bounds(x - 2, y - 2, 4, 4))
-    return boxes
-
-
 def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device: Device, taken: list[Any]) -> None:
     """Name each operator once, beside its faster kernel, where no other name, point or line is."""
     for point in points:
-        taken += _boxes_along(axis, [(point.intensity, point.tflops)])
+        taken += labels.boxes_along(axis, [(point.intensity, point.tflops)])
     fastest: dict[tuple[str, str], RooflinePoint] = {}
     for point in points:
         key = (point.op, point.row["precision"])
@@ -357,7 +314,7 @@ def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device
     for (op, precision), point in sorted(fastest.items(), key=lambda item: item[1].intensity):
         name = op if precision == "bf16" else f"{op} {PRECISIONS[precision]}"
         words = f"{name}  {100 * point.share(device):.0f}%"
-        _place(figure, axis, words, (point.intensity, point.tflops), taken, fontsize=9, color=INK, zorder=4)
+        labels.place(figure, axis, words, (point.intensity, point.tflops), taken, fontsize=9, color=INK, zorder=4)
 
 
 def _figure(title: str, notes: Sequence[str], columns: int) -> tuple[Any, Sequence[Any]]:
