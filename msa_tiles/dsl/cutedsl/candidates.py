@@ -112,7 +112,9 @@ def score_of(row: Row, block: Int32) -> Float32:
 
 
 @cute.jit
-def read_head(row: Row, head: Int32, base: Int32, left: Int32, lane: Int32, values: cute.Tensor, first: cutlass.Constexpr):
+def read_head(
+    row: Row, head: Int32, base: Int32, left: Int32, lane: Int32, values: cute.Tensor, first: cutlass.Constexpr
+):
     """Read one head's chunk at column `base`, of which `left` columns exist; NaN for the rest of a group.
 
     Groups that do not exist at all are left as they are. Later heads raise the values.
@@ -141,7 +143,9 @@ def read_chunk(row: Row, base: Int32, left: Int32, lane: Int32, values: cute.Ten
 
 
 @cute.jit
-def tree_max(values: cute.Tensor, begin: cutlass.Constexpr, step: cutlass.Constexpr, count: cutlass.Constexpr) -> Float32:
+def tree_max(
+    values: cute.Tensor, begin: cutlass.Constexpr, step: cutlass.Constexpr, count: cutlass.Constexpr
+) -> Float32:
     """The largest of `count` values, a power of two; NaN only if all are."""
     best = values[begin]
     if cutlass.const_expr(count > 1):

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.topk import EMPTY, pick
 from msa_tiles.dsl.cutedsl.warp import WARP
 
@@ -75,7 +75,12 @@ class DecodeTopk:
             valid_mode, num_valid_scalar, block_size, init_blocks, local_blocks, order,
             Int32(score.shape[0]) // Int32(out.shape[0]),
         ).launch(
-            grid=(out.shape[0], out.shape[1], 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, use_pdl=True, stream=stream
+            grid=(out.shape[0], out.shape[1], 1),
+            block=(THREADS, 1, 1),
+            # Registers for long lists: left alone, the assembler aims at more CTAs and spills.
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
         )  # fmt: skip
 
     @cute.kernel
@@ -89,7 +94,7 @@ class DecodeTopk:
         head, token, _ = cute.arch.block_idx()
         memory = SmemAllocator()
         pools, ids, keys, sorted_keys = (
-            memory.allocate_tensor(Int32, cute.make_layout((size, WARPS), stride=(1, size)), 16)
+            memory.allocate_tensor(Int32, cute.make_layout((size, WARPS)), 16)
             for size in (WARP * slots_of(LIST), LIST, LIST, LIST)
         )
         chosen = memory.allocate_tensor(Int32, cute.make_layout((LIST, 2)), 16)

@@ -1,9 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
 Grid: (KV head, run of consecutive tokens), the last tokens first, since theirs may be the longest rows. A warp takes
-ROWS tokens one after another, fewer where rows are few, and has the next row brought into the L2 meanwhile. How a warp chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never
-looked at. With several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has
-NaN.
+ROWS tokens one after another, fewer where rows are few, and has the next row brought into the L2 meanwhile. How it
+chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at. With several
+index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
@@ -103,12 +103,12 @@ class TopkSelect:
         _, tiles, _ = cute.arch.grid_dim()
         memory = SmemAllocator()
         pools, ids, keys = (
-            memory.allocate_tensor(Int32, cute.make_layout((WARPS, size * self.slots), stride=(size * self.slots, 1)), 16)
+            memory.allocate_tensor(Int32, cute.make_layout((size * self.slots, WARPS)), 16)
             for size in (WARP, SHARE, SHARE)
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % WARP
-        lists = Lists(pools[warp, None], ids[warp, None], keys[warp, None])
+        lists = Lists(pools[None, warp], ids[None, warp], keys[None, warp])
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions, block_size, valid_mode,
             num_valid_scalar, num_valid,
