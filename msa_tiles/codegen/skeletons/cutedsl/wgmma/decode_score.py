@@ -171,13 +171,12 @@ class DecodeScore:
         return length, tiles, cutlass.min(blocks, lengths.max_blocks)
 
     @cute.jit
-    def units(self, lengths: Lengths, request: Int32) -> Int32:
-        """How many units a request has; those behind the last one have none."""
-        count = Int32(0)
+    def measure_any(self, lengths: Lengths, request: Int32):
+        """The same; nothing for a request behind the last one."""
+        length, tiles, blocks = Int32(0), Int32(0), Int32(0)
         if request < Int32(cute.size(lengths.cu_seqlens_q)) - 1:
-            _, tiles, blocks = self.measure(lengths, request)
-            count = tiles * blocks
-        return count
+            length, tiles, blocks = self.measure(lengths, request)
+        return length, tiles, blocks
 
     @cute.jit
     def find_run(self, lengths: Lengths):
@@ -188,10 +187,12 @@ class DecodeScore:
         lane = cute.arch.lane_idx()
         cta = cute.arch.block_idx()[0]
         num_ctas = cute.arch.grid_dim()[0]
-        requests = Int32(cute.size(lengths.cu_seqlens_q)) - 1
-        total = Int32(0)
-        for first in cutlass.range(0, requests, WARP, unroll=1):
-            total = total + Int32(cute.arch.warp_redux_sync(self.units(lengths, first + lane), "add"))
+        # Lane i measures request i, and keeps what it found: mostly there are no more than 32.
+        length, tiles, blocks = self.measure_any(lengths, lane)
+        total = Int32(cute.arch.warp_redux_sync(tiles * blocks, "add"))
+        for first in cutlass.range(WARP, Int32(cute.size(lengths.cu_seqlens_q)) - 1, WARP, unroll=1):
+            _, more_tiles, more_blocks = self.measure_any(lengths, first + lane)
+            total = total + Int32(cute.arch.warp_redux_sync(more_tiles * more_blocks, "add"))
         share = total // num_ctas
         longer = total - share * num_ctas
         left = share + pick(cta < longer, 1, 0)
@@ -199,24 +200,21 @@ class DecodeScore:
         request = Int32(0)
         searching = left
         while searching > 0:
-            own = self.units(lengths, request + lane)
+            own = tiles * blocks
             until = inclusive_sum(own, lane)
             passed = cute.arch.shuffle_sync(until, WARP - 1)
             if skip < passed:
                 place = count_bits(ballot(until <= skip))
                 passed = cute.arch.shuffle_sync(until - own, place)
                 request = request + place
+                length, tiles, blocks = (cute.arch.shuffle_sync(x, place) for x in (length, tiles, blocks))
                 searching = Int32(0)
             else:
                 request = request + WARP
+                length, tiles, blocks = self.measure_any(lengths, request + lane)
             skip = skip - passed
-        length, tiles, blocks = Int32(0), Int32(0), Int32(0)
-        tile, first_block = Int32(0), Int32(0)
-        if left > 0:
-            length, tiles, blocks = self.measure(lengths, request)
-            tile = skip // blocks
-            first_block = skip - tile * blocks
-        return left, request, tile, first_block, length, tiles, blocks
+        tile = skip // cutlass.max(blocks, 1)
+        return left, request, tile, skip - tile * blocks, length, tiles, blocks
 
     @cute.jit
     def advance(
