@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from msa_tiles.dsl.cutedsl.topk import EMPTY, NAN_KEY, forced_key, order_key, pick
 from msa_tiles.dsl.cutedsl.warp import WARP, inclusive_sum
 
 ID_BITS = 15
+
+
+class Row(NamedTuple):
+    """A row of scores [heads, tokens, blocks]: the best of `heads` heads from first_head on."""
+
+    score: Any
+    first_head: Any
+    heads: Any
+    token: Any
 
 
 class Best(NamedTuple):
@@ -26,24 +35,32 @@ class Best(NamedTuple):
 
 
 @cute.jit
-def load_keys(
-    score: cute.Tensor, first_head: Int32, heads: Int32, token: Int32, valid: Int32, init_blocks: Int32,
-    local_blocks: Int32, keys: cute.Tensor, threads: cutlass.Constexpr,
+def read_scores(
+    row: Row, first: cutlass.Constexpr, last: cutlass.Constexpr, end: Int32, best: cute.Tensor,
+    threads: cutlass.Constexpr,
 ):  # fmt: skip
-    """keys[j] of block j * threads + thread: the best score of `heads` heads, forced blocks on top; EMPTY for none."""
+    """Raise best[j], for j from first to last - 1, to the best score of block j * threads + thread below `end`.
+
+    NaN gives way unless every head has one; best begins as NaN.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    best = cute.make_rmem_tensor(keys.layout, Float32)
-    best.fill(Float32.nan)
-    for r in cutlass.range(heads, unroll=1):
-        row = score[first_head + r, token, None]
-        for j in cutlass.range_constexpr(cute.size(keys)):
-            if j * threads + thread < valid:
-                # NaN gives way unless every head has one.
-                best[j] = cute.arch.fmax(best[j], row[j * threads + thread])
+    for r in cutlass.range(row.heads, unroll=1):
+        scores = row.score[row.first_head + r, row.token, None]
+        for j in cutlass.range_constexpr(first, last):
+            if j * threads + thread < end:
+                best[j] = cute.arch.fmax(best[j], scores[j * threads + thread])
+
+
+@cute.jit
+def keys_of(best: cute.Tensor, valid: Int32, init_blocks: Int32, local_blocks: Int32, threads: cutlass.Constexpr):
+    """The keys of the scores, forced blocks on top; EMPTY from block `valid` on."""
+    thread, _, _ = cute.arch.thread_idx()
+    keys = cute.make_rmem_tensor(best.layout, Int32)
     for j in cutlass.range_constexpr(cute.size(keys)):
         block = j * threads + thread
         key = forced_key(order_key(best[j]), block, valid, init_blocks, local_blocks)
         keys[j] = pick(block < valid, key, EMPTY)
+    return keys
 
 
 @cute.jit

@@ -38,6 +38,7 @@ GROUP = 128  # threads of the consumer warpgroup
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of 64 rows
 LIST = 64
+EARLY = 4  # scores of a thread that are read before it is known how many there are
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN.
 LOWEST = -3.0e38
 
@@ -83,6 +84,7 @@ class Share(NamedTuple):
     last_slot: Any
     wanted: Any  # slots that were filled, where ids are chosen here
     ids: Any  # block_indices[head, token]
+    first_ids: Any  # the ids of the first 32 slots, one a lane, where they are given
     request: Any
     length: Any
     limit: Any  # the last visible key
@@ -192,6 +194,10 @@ class SparseDecode:
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self.allocate(SmemAllocator(), (q_atom, k_atom, v_atom))
+        topk = Int32(block_indices.shape[2])
+        # Slots split * topk / splits and on: shares differ by one slot at most.
+        first_slot, last_slot = split * topk // splits, (split + 1) * topk // splits
+        heads = Int32(score.shape[0]) // num_kv_heads
         # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -200,22 +206,28 @@ class SparseDecode:
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.rows.token_bytes)
             boxes = self.rows.boxes(shared.queries, 1)[None, None, None, None, None, 0, 0]
             self.rows.load(q_atom, mQ, token, head, boxes, shared.q_full)
+        # Ids, or the first scores, are on their way while the request is looked up.
+        first_ids = Int32(-1)
+        if cutlass.const_expr(self.scored_blocks > 0):
+            row = threshold.Row(score, head * heads, heads, token)
+            read = cute.make_rmem_tensor(self.scored_blocks // THREADS, Float32)
+            read.fill(Float32.nan)
+            threshold.read_scores(row, 0, EARLY, Int32(score.shape[2]), read, THREADS)
+        elif first_slot + cute.arch.lane_idx() < last_slot:
+            first_ids = block_indices[head, token, first_slot + cute.arch.lane_idx()]
         request, length, limit = self.see(
             cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions, token
         )
-        topk = Int32(block_indices.shape[2])
         wanted = topk
         if cutlass.const_expr(self.scored_blocks > 0):
             valid = cutlass.min((limit + self.block_size) // self.block_size, Int32(score.shape[2]))
             wanted = cutlass.min(topk, valid)
-            keys = cute.make_rmem_tensor(self.scored_blocks // THREADS, Int32)
-            heads = Int32(score.shape[0]) // num_kv_heads
-            threshold.load_keys(score, head * heads, heads, token, valid, init_blocks, local_blocks, keys, THREADS)
+            threshold.read_scores(row, EARLY, cute.size(read), valid, read, THREADS)
+            keys = threshold.keys_of(read, valid, init_blocks, local_blocks, THREADS)
             threshold.list_best(keys, wanted, valid, shared.best, THREADS)
-        # Slots split * topk / splits and on: shares differ by one slot at most.
         share = Share(
-            head, token, split * topk // splits, (split + 1) * topk // splits, wanted,
-            block_indices[head, token, None], request, length, limit,
+            head, token, first_slot, last_slot, wanted, block_indices[head, token, None], first_ids, request, length,
+            limit,
         )  # fmt: skip
         if warp_index < WARPS:
             out = partial_out[split, token, None, None]
@@ -280,12 +292,14 @@ class SparseDecode:
     def blocks_of_lanes(self, shared: Shared, share: Share, first: Int32):
         """The block of slot `first` + lane, 0 if unseen, and which of the 32 slots the query sees, one bit each."""
         slot = first + cute.arch.lane_idx()
-        block = Int32(-1)
+        block = share.first_ids
         if cutlass.const_expr(self.scored_blocks > 0):
             if slot < cutlass.min(share.last_slot, share.wanted):
                 block = shared.best.ids[slot]
-        elif slot < share.last_slot:
-            block = share.ids[slot]
+        elif first > share.first_slot:
+            block = Int32(-1)
+            if slot < share.last_slot:
+                block = share.ids[slot]
         seen = (block >= 0) & (block < (share.limit + self.block_size) // self.block_size)
         return pick(seen, block, 0), ballot(seen)
 
