@@ -29,6 +29,7 @@ from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 3  # <- tile.stages
+THREADS = 256
 GROUP = 128  # threads of the consumer warpgroup
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of a tile
@@ -64,6 +65,7 @@ class DecodeScore:
     """Warps
       warps 0 .. 3   consumer warpgroup: loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores
       warp 4         producer: streams the index keys, one block a stage; its lanes look up the pages of 32 blocks
+      warps 5 .. 7   none: wgmma goes with whole warpgroups
 
     Pipeline (name: depth, arrivals)
       k_full: STAGES, 1 producer lane + TMA bytes      k_free: STAGES, 1 lane of each consumer warp
@@ -71,7 +73,7 @@ class DecodeScore:
     Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
       queries [64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
 
-    Two CTAs share a multiprocessor. Every warp finds the CTA's run by itself, 32 requests at a time.
+    Two CTAs share a multiprocessor. Each of these warps finds the CTA's run by itself, 32 requests at a time.
     """
 
     def __init__(self, head_dim, block_size, pages_per_block):
@@ -121,7 +123,10 @@ class DecodeScore:
             use_positions, causal,
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=(GROUP + WARP, 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=2,
+            # Stated, because the compiler would ask the GPU of this machine otherwise.
+            preferred_smem_carveout=100,
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
@@ -155,10 +160,10 @@ class DecodeScore:
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, ROWS // Int32(idx_q.shape[1]), Int32(out.shape[2])
         )
-        run = self.find_run(lengths)
         if warp == WARPS:
-            self.produce(k_atom, mK, page_table, keys, k_full, k_free, lengths, run)
-        else:
+            self.produce(k_atom, mK, page_table, keys, k_full, k_free, lengths, self.find_run(lengths))
+        elif warp < WARPS:
+            run = self.find_run(lengths)
             self.consume(idx_q, q_positions, queries, keys, k_full, k_free, lengths, run, use_positions, causal, out)
 
     @cute.jit

@@ -94,7 +94,7 @@ class SparseDecode:
     """Warps
       warps 0 .. 3   consumer warpgroup: S^T = K Q^T, softmax, O^T += V^T P^T, one block after the other
       warp 4         producer: loads Q once, then K and V of one block a stage; its lanes look up ids and pages
-      warps 5 .. 7   only with scores: they help to choose the ids, and write them
+      warps 5 .. 7   with scores: they help to choose the ids, and write them; else idle
 
     Pipelines (name: depth, arrivals)
       q_full: 1, 1 producer lane + TMA bytes
@@ -119,7 +119,6 @@ class SparseDecode:
         self.rows = Rows(self.element, head_dim, group)
         self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
         self.columns = self.rows.rows_per_token
-        self.threads = THREADS if scored_blocks else GROUP + WARP
 
     def arguments(self):
         """Stand-ins for cute.compile: 12 tensors, 5 scalars and the stream."""
@@ -174,7 +173,7 @@ class SparseDecode:
             local_blocks,
         ).launch(
             grid=(partial_out.shape[0], block_indices.shape[0], block_indices.shape[1]),
-            block=(self.threads, 1, 1),
+            block=(THREADS, 1, 1),
             # One CTA fills the shared memory: it may have all registers.
             min_blocks_per_mp=1,
             use_pdl=True,
