@@ -104,10 +104,12 @@ class SparseDecode:
       keys and values [STAGES, block_size, head_dim], in panels of 64 columns
       queries [columns, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says; columns is 8 or 16
       weights [columns, block_size]: P, in panels of 64 keys
-      maxima, sums: of each consumer warp's rows, two turns; for the ids: counts and the list         barriers
+      maxima, sums: of each consumer warp's rows      counts, list: for the choice of the ids      barriers
 
     A warp holds 16 of every 64 rows, that is keys, of S^T: the maxima of a column go through shared memory, the sums
-    only at the end. Columns past the group hold stale data; no column depends on another, and theirs are dropped.
+    only at the end. Two barriers a block: maxima written, and P written, which also parts the readers of the maxima
+    from the writers of the next ones. Columns past the group hold stale data; no column depends on another, and theirs
+    are dropped.
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block, scored_blocks):
@@ -251,7 +253,7 @@ class SparseDecode:
         values = memory.allocate_tensor(self.element, v_layout.outer, 1024, v_layout.inner)
         queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
         weights = memory.allocate_tensor(self.element, p_layout.outer, 1024, p_layout.inner)
-        maxima = memory.allocate_tensor(Float32, cute.make_layout((WARPS, self.columns, 2)), 16)
+        maxima = memory.allocate_tensor(Float32, cute.make_layout((WARPS, self.columns)), 16)
         sums = memory.allocate_tensor(Float32, cute.make_layout((WARPS, self.columns)), 16)
         best = None
         if cutlass.const_expr(self.scored_blocks > 0):
@@ -365,7 +367,6 @@ class SparseDecode:
         first_row = member * WARP_ROWS + lane // 4
         stage = Int32(0)
         phase = Int32(0)
-        turn = Int32(0)
         cute.arch.mbarrier_wait(shared.q_full, 0)
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
             blocks, left = self.blocks_of_lanes(shared, share, first)
@@ -378,8 +379,7 @@ class SparseDecode:
                 self.release(shared.k_free + stage)
                 exact = cute.make_rmem_tensor(S.layout, Float32)
                 room = share.limit - first_key - first_row
-                self.softmax(S, exact, row_max, row_sum, scale, room, shared.maxima, turn, member, scale_log2)
-                turn = turn ^ 1
+                self.softmax(S, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
                 rounded = cute.make_rmem_tensor(S.layout, self.element)
                 rounded.store(exact.load().to(self.element))
                 cute.copy(stmatrix, staging.retile(rounded), staged)
@@ -417,7 +417,7 @@ class SparseDecode:
     @cute.jit
     def softmax(
         self, S: cute.Tensor, exact: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: cute.Tensor,
-        room: Int32, maxima: cute.Tensor, turn: Int32, member: Int32, scale_log2: Float32,
+        room: Int32, maxima: cute.Tensor, member: Int32, scale_log2: Float32,
     ):  # fmt: skip
         """exact = exp2((S - row_max) * scale_log2), with maxima over all blocks up to this one.
 
@@ -436,11 +436,11 @@ class SparseDecode:
                 for level in cutlass.range_constexpr(2, 5):
                     largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
                 if lane < 4:
-                    maxima[member, 8 * j + 2 * lane + c, turn] = largest
+                    maxima[member, 8 * j + 2 * lane + c] = largest
         cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
-                of_warps = maxima[None, 8 * j + 2 * (lane % 4) + c, turn].load()
+                of_warps = maxima[None, 8 * j + 2 * (lane % 4) + c].load()
                 largest = row_max[c, j]
                 for w in cutlass.range_constexpr(WARPS):
                     largest = cute.arch.fmax(largest, of_warps[w])
