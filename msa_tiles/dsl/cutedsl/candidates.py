@@ -260,7 +260,10 @@ def stay(lists: Lists, kept: Int32, least: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def choose(row: Row, lists: Lists, begin: Int32, end: Int32, topk: Int32, lane: Int32) -> Int32:
-    """Leave the best topk blocks of [begin, end) in lists.ids and lists.keys, ascending by block; their number."""
+    """Leave the best topk blocks of [begin, end) in lists.ids and lists.keys, ascending by block; their number.
+
+    A chunk holds more blocks than any list: only after the last one may the list have room left.
+    """
     capacity = cute.size(lists.pool)
     slots = capacity // WARP
     values = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -317,7 +320,6 @@ def choose(row: Row, lists: Lists, begin: Int32, end: Int32, topk: Int32, lane: 
                 over = cutlass.min(worst, Int32(INFINITY_BITS))
                 forced = pick(worst >= LOCAL_KEY, 0, forced)
                 least = Int32(EMPTY)
-            worst = pick(kept < topk, EMPTY, worst)
     return kept
 
 
