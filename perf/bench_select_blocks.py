@@ -1,6 +1,6 @@
 """`select_blocks` against vLLM's score and top-k kernels.
 
-`python -m perf.bench_select_blocks --cases prefill_32k_u prefill_128k_u`
+`python -m perf.bench_select_blocks --cases prefill_32k_u prefill_128k_u --precision fp8`
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from perf.timing import Call
 OP = "select_blocks"
 
 
-def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
+def prepare(case: cases.Case, device: torch.device, dsl: str, precision: str = "bf16") -> Bench:
+    """FP8 queries and keys come without scales: vLLM's operators take none."""
     heads, dim, topk = case["num_index_heads"], case["head_dim"], case["topk"]
+    dtype = inputs.DTYPES[precision]
 
     def bind(x: inputs.Indexer) -> Call:
         return lambda: ops.select_blocks(
@@ -27,13 +29,13 @@ def prepare(case: cases.Case, device: torch.device, dsl: str) -> Bench:
 
     return Bench(
         case=case,
-        make=functools.partial(inputs.indexer, case, heads, dim, device),
-        bytes_per_set=2 * dim * (case.num_q * heads + case.num_k),
+        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=dtype),
+        bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
         ours=Contender(OURS, bind, functools.partial(checks.selected, case)),
         peers=[peers.vllm_select(case, topk)],
-        cells=[cases.cell(OP, dsl, device)],
+        cells=[cases.cell(OP, dsl, device, precision)],
     )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(OP, prepare, cases.labels(OP)))
+    raise SystemExit(main(OP, prepare, cases.labels(OP), precisions=tuple(inputs.DTYPES)))

@@ -36,6 +36,8 @@ FIRST = (
 GOALS = (
     Gate("select_blocks", "prefill_32k_u", "vllm", 2.0, 2.3),
     Gate("select_blocks", "prefill_128k_u", "vllm", 1.9, 2.1),
+    Gate("select_blocks", "prefill_32k_u", "vllm", 2.4, 3.2, "fp8"),
+    Gate("select_blocks", "prefill_128k_u", "vllm", 2.45, 2.9, "fp8"),
     Gate("topk_select", "prefill_128k_u", "torch", 16, 25),
     Gate("sparse_attention", "prefill_32k_u", "vllm", 2.5, 2.8),
     Gate("sparse_attention", "prefill_128k_u", "vllm", 2.4, 2.75),

@@ -157,11 +157,20 @@ def row_of(bench: Bench, result: Result, card: str, precision: str, dsl: str, fl
     }
 
 
-def main(op: str, prepare: Callable[[Any, torch.device, str], Bench], labels: Sequence[str], find: Any = None) -> int:
-    """Command line of a benchmark module: `prepare(case, device, dsl)` builds a Bench; `find(label)` finds a case."""
+def main(
+    op: str,
+    prepare: Callable[..., Bench],
+    labels: Sequence[str],
+    find: Any = None,
+    precisions: Sequence[str] = ("bf16",),
+) -> int:
+    """Command line of a benchmark module: `prepare(case, device, dsl)` builds a Bench; `find(label)` finds a case.
+
+    Where there are several precisions, `prepare` takes one more argument.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m perf.bench_{op}", description=f"Times {op} and its baselines.")
     parser.add_argument("--cases", nargs="+", default=list(labels), metavar="CASE", help=f"of {', '.join(labels)}")
-    parser.add_argument("--precision", choices=["bf16"], default="bf16")
+    parser.add_argument("--precision", choices=precisions, default=precisions[0])
     parser.add_argument("--dsl", default="tilelang")
     parser.add_argument("--seconds", type=float, default=1.0, help="sustained run of each contender in each order")
     parser.add_argument("--out", type=Path, default=None, help="jsonl file; default perf/results/<card>.jsonl")
@@ -178,7 +187,7 @@ def main(op: str, prepare: Callable[[Any, torch.device, str], Bench], labels: Se
         torch.manual_seed(0)
         try:
             case = find(label) if find else cases.find(op, label)
-            bench = prepare(case, device, args.dsl)
+            bench = prepare(case, device, args.dsl, *([args.precision] if len(precisions) > 1 else []))
         except ValueError as error:
             sys.stderr.write(f"{error}\n")
             return 2

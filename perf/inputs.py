@@ -10,6 +10,9 @@ from torch import Tensor
 from perf.cases import Case
 from perf.selections import GENERATORS
 
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+"""Of stored values, by precision."""
+
 
 @dataclass(frozen=True)
 class Indexer:
@@ -35,8 +38,11 @@ def normal(seed: int, device: torch.device, *shape: int, dtype: torch.dtype = to
     return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
 
-def indexer(case: Case, heads: int, dim: int, device: torch.device, seed: int) -> Indexer:
-    return Indexer(normal(2 * seed, device, case.num_q, heads, dim), normal(2 * seed + 1, device, case.num_k, dim))
+def indexer(
+    case: Case, heads: int, dim: int, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> Indexer:
+    idx_q, idx_k = normal(2 * seed, device, case.num_q, heads, dim), normal(2 * seed + 1, device, case.num_k, dim)
+    return Indexer(idx_q.to(dtype), idx_k.to(dtype))
 
 
 def selection(case: Case, num_kv_heads: int, topk: int, block_size: int, device: torch.device) -> Tensor:

@@ -110,7 +110,7 @@ def vllm_index_score(case: Case) -> Contender | Skipped:
 
 
 def vllm_select(case: Case, topk: int) -> Contender | Skipped:
-    """Score, then top-k, through a score matrix."""
+    """Score, then top-k, through a score matrix; FP8 queries and keys are multiplied as they are."""
     module = vllm_unless(case, case["head_dim"])
     if isinstance(module, Skipped):
         return module

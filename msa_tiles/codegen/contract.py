@@ -23,10 +23,13 @@ def header(plan: KernelPlan, operator: Operator, precision: Precision, digest: s
         "",
     ]
     for heading, tensors in (("Inputs", operator.inputs), ("Outputs", operator.outputs)):
-        lines += [heading, *_columns([_tensor(tensor, precision) for tensor in tensors.values()])]
+        lines += [
+            heading,
+            *_columns([_tensor(t, precision, plan) for t in tensors.values() if t.belongs_to(precision)]),
+        ]
     if operator.parameters:
         lines += ["Parameters", *_columns([_parameter(parameter) for parameter in operator.parameters.values()])]
-    lines += ["Dims", *_columns([_dim(name, operator) for name in operator.dims])]
+    lines += ["Dims", *_columns([_dim(name, operator) for name in operator.dims if _concerns(name, plan, operator)])]
     if operator.rules:
         lines += ["Rules", *(part for rule in operator.rules for part in _wrap(f"  {rule}", hang=4))]
     for heading, served in (("Serves", True), ("Does not serve", False)):
@@ -40,7 +43,7 @@ def _wrap(line: str, hang: int = 0) -> list[str]:
     return textwrap.wrap(line, WIDTH - 2, subsequent_indent=" " * hang) or [""]
 
 
-def _tensor(tensor: Tensor, precision: Precision) -> list[str]:
+def _tensor(tensor: Tensor, precision: Precision, plan: KernelPlan) -> list[str]:
     remarks = [_STRIDES[tensor.strides]]
     if tensor.optional:
         remarks.append("optional")
@@ -49,12 +52,17 @@ def _tensor(tensor: Tensor, precision: Precision) -> list[str]:
     if tensor.note:
         remarks.append(tensor.note)
     shape = ", ".join(map(str, tensor.shape))
-    return [tensor.name, f"[{shape}]", tensor.resolve_dtype(precision), "; ".join(remarks)]
+    return [tensor.name, f"[{shape}]", tensor.resolve_dtype(precision, plan.compute), "; ".join(remarks)]
 
 
 def _parameter(parameter: Parameter) -> list[str]:
     kind = " | ".join(parameter.choices) or parameter.type
     return [parameter.name, kind, "required" if parameter.required else f"default {parameter.default}"]
+
+
+def _concerns(dim: str, plan: KernelPlan, operator: Operator) -> bool:
+    """Whether a dim is one of this cell: not when only cells of other precisions are compiled for it."""
+    return dim not in operator.variants.names or dim in plan.variants
 
 
 def _dim(name: str, operator: Operator) -> list[str]:

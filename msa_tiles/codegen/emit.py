@@ -1,11 +1,12 @@
 """Renders a skeleton into the source of one kernel.
 
-A skeleton is valid Python with two kinds of marks:
+A skeleton is valid Python with three kinds of marks:
 
 - jinja2 statements on lines of their own, `# % if plan.mma == "wgmma"` … `# % endif`;
+- conditional lines, `from … import scaled  # % if precision.scale`: there on that condition, without the mark;
 - value lines, `STAGES = 4  # <- tile.stages`: the literal is replaced by the value of the path, the mark is dropped.
 
-Both see `plan`, `tile`, `target`, `precision` and `operator`.
+All see `plan`, `tile`, `target`, `precision` and `operator`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from msa_tiles.spec.source import shown
 SKELETONS = Path(__file__).parent / "skeletons"
 
 _STATEMENT = re.compile(r"\s*# % (?P<statement>.*?):?\s*")
+_CONDITIONAL_LINE = re.compile(r"(?P<code>.*\S)  # % (?P<condition>if .*)")
 _MARK = "# <-"
 _VALUE_LINE = re.compile(r"(?P<name>\s*[A-Za-z_]\w*(?:\s*:[^=]+)?\s*=\s*)(?P<literal>\S.*?)\s*# <- (?P<path>[\w.]+)")
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
@@ -94,7 +96,7 @@ class _Tile(Mapping[str, int]):
 
 
 def _marked_lines(source: str, file: str) -> Iterator[str]:
-    """Turn both kinds of marks into jinja's own, line for line.
+    """Turn all marks into jinja's own, line for line.
 
     Line statements become blocks here, because jinja's line statements swallow the blank lines that follow them. Value
     lines become expressions that know their line, so that a branch not taken asks for nothing.
@@ -102,6 +104,10 @@ def _marked_lines(source: str, file: str) -> Iterator[str]:
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
         if statement := _STATEMENT.fullmatch(line.rstrip("\n")):
             yield f"\x01% {statement['statement']} %\x01\n"
+            continue
+        if conditional := _CONDITIONAL_LINE.fullmatch(line.rstrip("\n")):
+            # The plus keeps the newline that jinja would take away where a blank line follows.
+            yield f"\x01% {conditional['condition']} %\x01{conditional['code']}\n\x01% endif +%\x01"
             continue
         if _MARK not in line:
             yield line

@@ -43,6 +43,7 @@ def _cell(plan: KernelPlan, operator: Operator, digest: str) -> dict[str, Any]:
         "threads": str(plan.threads_formula),
         "shared_memory": str(plan.shared_memory_formula),
         "registers": str(plan.registers_formula) if plan.registers_formula else None,
+        "tensor_memory": str(plan.tensor_memory_formula) if plan.tensor_memory_formula else None,
         "expect": list(plan.expected_opcodes),
         "forbid": list(plan.forbidden_opcodes),
         "features": list(plan.features),

@@ -21,6 +21,8 @@ from msa_tiles.spec import (
 from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
 
+LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on
+
 
 @dataclass(frozen=True)
 class KernelPlan:
@@ -37,6 +39,7 @@ class KernelPlan:
     threads_formula: Expression
     shared_memory_formula: Expression
     registers_formula: Expression | None  # None: left to the compiler
+    tensor_memory_formula: Expression | None  # None: it takes none
     expected_opcodes: tuple[str, ...]
     forbidden_opcodes: tuple[str, ...]
     variants: Mapping[str, tuple[int, ...]]
@@ -67,6 +70,10 @@ class KernelPlan:
         """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
         return int(self.registers_formula({**self.tile, **variant})) if self.registers_formula else 0
 
+    def tensor_memory(self, variant: Point) -> int:
+        """Columns of tensor memory that a block of this variant takes."""
+        return int(self.tensor_memory_formula({**self.tile, **variant})) if self.tensor_memory_formula else 0
+
     def points(self) -> Iterator[dict[str, int]]:
         """Every variant that the cell declares."""
         for values in itertools.product(*self.variants.values()):
@@ -88,9 +95,13 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
         ("threads", threads, target.threads_per_block),
         ("bytes of shared memory", plan.shared_memory(variant), target.shared_memory_per_block),
         ("registers", plan.registers(variant), target.registers_per_sm),
+        ("columns of tensor memory", plan.tensor_memory(variant), target.tensor_memory_columns),
     ):
         if amount > limit:
             return f"{amount} {what} {at} exceed the {limit} that a block can have on {target.name}"
+    columns = plan.tensor_memory(variant)
+    if columns and (columns < LEAST_COLUMNS or columns & (columns - 1)):
+        return f"{columns} columns of tensor memory {at} are no power of two from {LEAST_COLUMNS} on"
     return None
 
 
@@ -98,6 +109,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
     """The plan of one row. Raises SpecError when a declared variant of it is illegal."""
     kind = target.mma[row.mma]
     copies = itertools.chain.from_iterable(target.copy[engine] for engine in row.copy)
+    variants = operator.variants.of(precision)
     plan = KernelPlan(
         cell=f"{operator.name}.{row.dsl}.{row.target}.{row.precision}",
         op=operator.name,
@@ -110,11 +122,12 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         threads_formula=row.threads,
         shared_memory_formula=row.shared_memory,
         registers_formula=row.registers,
+        tensor_memory_formula=row.tensor_memory,
         expected_opcodes=tuple(dict.fromkeys((*kind.elements[row.compute], *copies, *row.expect))),
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
-        variants=frozen({name: operator.values(name) for name in operator.variants.names}),
-        capacity=operator.variants.capacity,
-        ci=operator.variants.ci,
+        variants=frozen({name: operator.values(name) for name in variants.names}),
+        capacity=variants.capacity,
+        ci=variants.ci,
         features=row.features,
         where=row.where,
     )

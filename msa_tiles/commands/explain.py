@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import inspect
 
 from msa_tiles import console
@@ -13,7 +14,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("explain", help="show which kernel serves a call, and why", description=__doc__)
     parser.add_argument("op", metavar="OP", help="operator, for example sparse_attention")
     parser.add_argument(
-        "--device", help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the first target)"
+        "--device",
+        help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the target with most kernels)",
     )
     parser.add_argument("--precision", default="bf16", help="precision of the call (default bf16)")
     parser.add_argument(
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(sorted({cell.op for cell in registry.cells}))
         console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
         return 2
-    name = args.device or ("cuda" if torch.cuda.is_available() else cells[0].target)
+    usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
+    name = args.device or ("cuda" if torch.cuda.is_available() else usual)
     if name in registry.targets:
         torch_device, device = torch.device("cuda"), target_facts(registry.targets[name])
     else:
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     sharded = "k_offset" in features and _takes_shards(args.op)
     features -= {"k_offset"} if sharded else set()
     size = tuned.bucket(args.queries) if args.queries else 0
-    call = CallFacts(args.op, torch_device, args.precision, {**cells[0].ci[0], **given}, features, size=size)
+    model = next((cell for cell in cells if cell.precision == args.precision), cells[0])
+    call = CallFacts(args.op, torch_device, args.precision, {**model.ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")

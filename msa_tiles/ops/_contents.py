@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles.ops import _validate
-from msa_tiles.reference.batch import Batch, read_batch
+from msa_tiles.reference.batch import Batch, key_rows, read_batch
 
 if TYPE_CHECKING:
     from msa_tiles.ops._where import Where
@@ -95,6 +95,28 @@ def check_score_width(
         _validate.refuse(
             "score" if keys is None else "out", f"{width} columns", f"at least the {blocks} blocks of a request"
         )
+
+
+def check_scales(where: Where, idx_q: Tensor, q_scale: Tensor | None, idx_k: Tensor, k_scale: Tensor | None) -> None:
+    """Scales of the queries and keys in use are positive numbers."""
+    batch = _batch(where, idx_q.shape[0], idx_q.device, idx_k)
+    if q_scale is not None:
+        inside = batch.request >= 0
+        _check_positive("q_scale", q_scale[inside] if q_scale.dim() == 2 else q_scale)
+    if k_scale is None or k_scale.dim() == 0:
+        _check_positive("k_scale", k_scale)
+        return
+    for request in batch.requests:
+        rows, present = key_rows(k_scale[..., None], request, 0, request.num_keys, where.page_table)
+        _check_positive("k_scale", rows if present is None else rows[present])
+
+
+def _check_positive(name: str, scale: Tensor | None) -> None:
+    if scale is None:
+        return
+    wrong = scale[~((scale > 0) & scale.isfinite())]
+    if wrong.numel():
+        _validate.refuse(name, str(wrong.flatten()[0].item()), "positive numbers")
 
 
 def _batch(where: Where, total_q: int, device: torch.device, keys: Tensor | None) -> Batch:

@@ -45,15 +45,7 @@ def place(where: Where, total_q: int, total_k: int, device: torch.device) -> Pla
     starts_k = where.cu_seqlens_k
     if starts_k is None:
         starts_k = starts_q if where.page_table is not None else _dispatch.one_sequence(total_k, device)
-    return _dispatch.Place(
-        starts_q,
-        starts_k,
-        starts_k if where.seqused_k is None else where.seqused_k,
-        int(where.seqused_k is not None),
-        starts_q[None] if where.page_table is None else where.page_table,
-        starts_q if where.q_positions is None else where.q_positions,
-        int(where.q_positions is not None),
-    )
+    return _dispatch.starting_at(where, starts_q, starts_k)
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,7 +133,7 @@ def attend(
     if splits == 1:
         partial_out, partial_lse = out[None], lse[None]
     else:
-        partial_out, partial_lse = _partials(workspace, q, splits)
+        partial_out, partial_lse = _dispatch.partials(workspace, q, splits, q.shape[0])
     kernel(
         q,
         k,
@@ -173,7 +165,7 @@ def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int) ->
 
 def split_bytes(total_q: int, num_q_heads: int, head_dim: int) -> int:
     """What one split takes: BF16 outputs and float32 LSE."""
-    return max(1, total_q * num_q_heads * (2 * head_dim + 4))
+    return max(1, _dispatch.partial_bytes(total_q, num_q_heads, head_dim))
 
 
 def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int) -> tuple[int, int]:
@@ -181,18 +173,6 @@ def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_block
     splits = splits_for(q, num_kv_heads, topk, _dispatch.WORKSPACE_BYTES)
     scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
     return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
-
-
-def _partials(workspace: Tensor | None, q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Partial outputs [splits, T, Hq, D] and LSE [splits, T, Hq], in the workspace when there is one."""
-    total_q, num_q_heads, head_dim = q.shape
-    elements = splits * total_q * num_q_heads
-    size = elements * (2 * head_dim + 4)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    outputs = workspace[: elements * head_dim * 2].view(q.dtype)
-    lses = workspace[elements * head_dim * 2 : size].view(torch.float32)
-    return outputs.view(splits, total_q, num_q_heads, head_dim), lses.view(splits, total_q, num_q_heads)
 
 
 @dataclasses.dataclass(frozen=True)

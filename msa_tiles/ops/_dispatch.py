@@ -15,7 +15,12 @@ from msa_tiles.ops._where import Where
 if TYPE_CHECKING:
     from msa_tiles.runtime import CallFacts
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "float32", torch.float64: "float64"}
+PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 # What the partial results of one window of attention queries may take when the caller does not say.
 WORKSPACE_BYTES = 1 << 30
@@ -50,7 +55,7 @@ def call_facts(
         features.add("q_positions")
     if where.k_offset is not None:
         features.add("k_offset")
-    if not all(_aligned(tensor) for tensor in wide):
+    if not all(aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
     return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
@@ -126,6 +131,11 @@ def place(where: Where, total_q: int, total_k: int | None, block_size: int, devi
             starts_k = torch.nn.functional.pad(where.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         else:
             starts_k = starts_q
+    return starting_at(where, starts_q, starts_k)
+
+
+def starting_at(where: Where, starts_q: Tensor, starts_k: Tensor) -> Place:
+    """The kernels' arguments of requests that start there; what the call lacks is replaced by what is not read."""
     return Place(
         starts_q,
         starts_k,
@@ -135,6 +145,22 @@ def place(where: Where, total_q: int, total_k: int | None, block_size: int, devi
         starts_q if where.q_positions is None else where.q_positions,
         int(where.q_positions is not None),
     )
+
+
+def partial_bytes(parts: int, num_q_heads: int, head_dim: int) -> int:
+    """What ``parts`` partial results of every head take: BF16 outputs and float32 LSE."""
+    return parts * num_q_heads * (2 * head_dim + 4)
+
+
+def partials(workspace: Tensor | None, q: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Partial outputs [rows, columns, Hq, D] and LSE [rows, columns, Hq], in the workspace when there is one."""
+    _, num_q_heads, head_dim = q.shape
+    size = partial_bytes(rows * columns, num_q_heads, head_dim)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    lse_begin = rows * columns * num_q_heads * head_dim * 2
+    outputs, lses = workspace[:lse_begin].view(q.dtype), workspace[lse_begin:size].view(torch.float32)
+    return outputs.view(rows, columns, num_q_heads, head_dim), lses.view(rows, columns, num_q_heads)
 
 
 def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:
@@ -165,7 +191,8 @@ def check_alignment(name: str, tensor: Tensor) -> None:
         _validate.refuse(name, came, f"a multiple of {ALIGNMENT}")
 
 
-def _aligned(tensor: Tensor) -> bool:
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row of a tensor begins where TMA boxes and the widest loads may."""
     if tensor.data_ptr() % ALIGNMENT:
         return False
     width = tensor.element_size()

@@ -107,11 +107,11 @@ def selection(write: Write) -> Write:
             write(idx_q, idx_k, topk, *rest)
             return
         where = Where(*rest[:PLACE])
-        num_kv_heads, block_size, init_blocks, local_blocks, order, backend, out = rest[PLACE:]
+        num_kv_heads, block_size, init_blocks, local_blocks, order, *further, out = rest[PLACE:]
         shard = Shard(where, idx_q.shape[0], block_size)
         # Nothing forced: which of the forced blocks are the shard's differs between requests. Those among the best of
         # the shard drop out later, and leave as many others as there are slots for.
-        ranked = (num_kv_heads, block_size, 0, 0, "score", backend, out)
+        ranked = (num_kv_heads, block_size, 0, 0, "score", *further, out)
         write(idx_q, idx_k, topk, *shard.where.arguments(), *ranked)
         ends = _key_ends(where, idx_q.shape[0], idx_k.shape[0])
         valid = _num_valid_blocks(shard, ends, where, idx_q.shape[0], block_size)

@@ -36,13 +36,24 @@ def tensor(name: str, value: Any, dims: str) -> Tensor:
     return value
 
 
-def floating(name: str, value: Any, dims: str, like: Tensor | None = None, like_name: str = "") -> Tensor:
-    """A float tensor with a unit last stride; on the device and of the dtype of ``like`` where that is given."""
+def floating(
+    name: str,
+    value: Any,
+    dims: str,
+    like: Tensor | None = None,
+    like_name: str = "",
+    further: tuple[torch.dtype, ...] = (),
+) -> Tensor:
+    """A float tensor with a unit last stride; on the device and of the dtype of ``like`` where that is given.
+
+    ``further`` dtypes are those of quantised tensors, where the operator takes them.
+    """
     tensor(name, value, dims)
     if like is not None and value.dtype != like.dtype:
         refuse_type(name, f"dtype {value.dtype}", f"{like.dtype} like {like_name}")
-    if value.dtype not in FLOATS:
-        refuse_type(name, f"dtype {value.dtype}", "torch.bfloat16, torch.float32 or torch.float64")
+    if value.dtype not in FLOATS + further:
+        *most, last = map(str, FLOATS + further)
+        refuse_type(name, f"dtype {value.dtype}", f"{', '.join(most)} or {last}")
     if like is not None:
         same_device(name, value, like, like_name)
     unit_last_stride(name, value)
@@ -97,7 +108,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def scale(name: str, value: Any) -> None:
-    """No storage that the operators take so far has scales; one that came anyway must not be dropped."""
+    """A tensor that is not quantised has no scale; one that came anyway must not be dropped."""
     if value is not None:
         refuse(name, f"a {type(value).__name__}", "None: bfloat16, float32 and float64 tensors have no scale")
 

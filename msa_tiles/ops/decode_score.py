@@ -11,11 +11,12 @@ from torch import Tensor
 from msa_tiles.ops import _decode_kernels, _library, _shard
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
+from msa_tiles.quant import QuantizedTensor
 
 
 def decode_score(
-    idx_q: Tensor,
-    idx_k: Tensor,
+    idx_q: Tensor | QuantizedTensor,
+    idx_k: Tensor | QuantizedTensor,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _scales, _shard, _validate, _where
 from msa_tiles.ops._where import Where
+from msa_tiles.quant import QuantizedTensor
+
+# Places in the arguments of `SCHEMA`, counted from the end.
+TOKEN_MAJOR, NUM_BLOCKS = -5, -4
 
 Launch = Callable[[Any, Tensor, Tensor, Where, int, bool, Tensor], None]
 
 
 def index_score(
-    idx_q: Tensor,
-    idx_k: Tensor,
+    idx_q: Tensor | QuantizedTensor,
+    idx_k: Tensor | QuantizedTensor,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -44,6 +48,10 @@ def index_score(
     no visible token. NB covers ``max_seqlen_k`` positions (default: all that ``idx_k`` or the page table could hold),
     or is the width of ``out``, a buffer in the requested layout. Without ``causal`` a query sees all keys of its
     request.
+
+    Both may be torch.float8_e4m3fn, with float32 scales, or `QuantizedTensor`: scores are then those of the dequantised
+    values. ``q_scale`` is [], [Hi] or [T, Hi], ``k_scale`` [] or [Tk] (paged: [pages, page]); None stands for 1. Scales
+    must be positive numbers; others leave the scores that they take part in undefined, and ``check=True`` refuses them.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     arguments = score_arguments(idx_q, idx_k, where, check, block_size, causal, layout, k_scale, q_scale, out, backend)
@@ -54,8 +62,8 @@ def index_score(
 
 
 def score_arguments(
-    idx_q: Tensor,
-    idx_k: Tensor,
+    idx_q: Tensor | QuantizedTensor,
+    idx_k: Tensor | QuantizedTensor,
     where: Where,
     check: bool,
     block_size: int,
@@ -67,16 +75,11 @@ def score_arguments(
     backend: str,
 ) -> tuple[Any, ...]:
     """Validate a call that scores blocks; the arguments of `SCHEMA`."""
-    head_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]").shape[2]
-    keys_dims = "[Tk, Di]" if where.page_table is None else "[pages, page, Di]"
-    _validate.floating("idx_k", idx_k, keys_dims, idx_q, "idx_q")
-    if idx_k.shape[-1] != head_dim:
-        _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
+    call = _scales.indexer(idx_q, q_scale, idx_k, k_scale, where.page_table is not None)
+    idx_q, idx_k, q_scale, k_scale = call
     _validate.integer("block_size", block_size, 1)
     _validate.boolean("causal", causal)
     _validate.one_of("layout", layout, _validate.LAYOUTS)
-    _validate.scale("q_scale", q_scale)
-    _validate.scale("k_scale", k_scale)
     _validate.backend(backend, idx_q.device)
     if where.page_table is not None:
         _where.page_size("idx_k", idx_k, block_size)
@@ -86,7 +89,8 @@ def score_arguments(
     if check:
         _shard.check_offsets(where, block_size, backend, idx_q.device)
         _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
-    return (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, backend)
+        _contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
+    return (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, q_scale, k_scale, backend)
 
 
 def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_major: bool, out: Tensor | None) -> int:
@@ -114,7 +118,7 @@ def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_ma
 
 
 def allocate_scores(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    token_major, num_blocks = rest[-3], rest[-2]
+    token_major, num_blocks = rest[TOKEN_MAJOR], rest[NUM_BLOCKS]
     total_q, num_heads = idx_q.shape[0], idx_q.shape[1]
     shape = (total_q, num_heads, num_blocks) if token_major else (num_heads, total_q, num_blocks)
     return (idx_q.new_empty(shape, dtype=torch.float32),)
@@ -125,13 +129,20 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
 
     The launch gets calls with keys, requests and an output that is not empty.
     """
-    *place, block_size, causal, token_major, num_blocks, backend, out = rest
+    *place, block_size, causal, token_major, num_blocks, q_scale, k_scale, backend, out = rest
     where = Where(*place)
     score = out.transpose(0, 1) if token_major else out
     if _dispatch.runs_reference(backend, idx_q.device):
         score.copy_(
             reference.index_score(
-                idx_q, idx_k, block_size=block_size, causal=causal, num_blocks=num_blocks, **where.keywords()
+                idx_q,
+                idx_k,
+                block_size=block_size,
+                causal=causal,
+                num_blocks=num_blocks,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                **where.keywords(),
             )
         )
         return
@@ -179,7 +190,7 @@ def _launch(
 
 SCHEMA = (
     f"Tensor idx_q, Tensor idx_k, {_where.ARGUMENTS}, SymInt block_size, bool causal, bool token_major, "
-    "SymInt num_blocks, str backend"
+    "SymInt num_blocks, Tensor? q_scale, Tensor? k_scale, str backend"
 )
 _OPERATOR = _library.define(
     "index_score",

@@ -10,7 +10,7 @@ from torch import Tensor
 from msa_tiles import reference
 from msa_tiles.ops import _decode_kernels, _dispatch, _library, _remember, _validate, _where
 from msa_tiles.ops._where import Where
-from msa_tiles.ops.index_score import score_arguments
+from msa_tiles.ops.index_score import NUM_BLOCKS, score_arguments
 from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors, destinations
 from msa_tiles.ops.topk_select import allocate_ids, selection
 
@@ -85,7 +85,7 @@ def msa_decode(
         init_blocks,
         local_blocks,
         _validate.softmax_scale(softmax_scale, q.shape[2]),
-        score[-2],
+        score[NUM_BLOCKS],
         backend,
     )
     if out is None and lse is None and block_indices is None and workspace is None:
@@ -100,7 +100,7 @@ def msa_decode(
         shape = [num_kv_heads, q.shape[0], topk]
         _validate.destination("block_indices", block_indices, shape, "[Hkv, T, topk]", torch.int32, q, "q")
     _OPERATOR.mutating(*arguments, out, lse, block_indices, workspace)
-    on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[-2])
+    on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[NUM_BLOCKS])
     if call is not None and on_kernels:
         _STEPS.keep(call, _prepare(*arguments))
     return (out, lse) if return_lse else out

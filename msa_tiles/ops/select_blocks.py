@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch, _library, _shard, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _scales, _shard, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.topk_select import ORDERS, allocate_ids, selection
+from msa_tiles.quant import FP8, QuantizedTensor
 
 
 def select_blocks(
-    idx_q: Tensor,
-    idx_k: Tensor,
+    idx_q: Tensor | QuantizedTensor,
+    idx_k: Tensor | QuantizedTensor,
     topk: int,
     *,
     cu_seqlens_q: Tensor | None = None,
@@ -41,15 +42,14 @@ def select_blocks(
 
     Tensors as in `index_score`, parameters as in `topk_select`. Extra memory is proportional to T * topk. ``out`` is
     the caller's buffer for the ids.
+
+    Of the scales of quantised queries and keys, kernels read those that can change a ranking: not one scale for all
+    keys, and queries' only where a KV head has several index heads, whose scores are compared with each other.
     """
-    num_heads, head_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]").shape[1:]
-    keys_dims = "[Tk, Di]" if page_table is None else "[pages, page, Di]"
-    _validate.floating("idx_k", idx_k, keys_dims, idx_q, "idx_q")
-    if idx_k.shape[-1] != head_dim:
-        _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{head_dim} like idx_q")
+    call = _scales.indexer(idx_q, q_scale, idx_k, k_scale, page_table is not None)
+    idx_q, idx_k, q_scale, k_scale = call
+    num_heads = idx_q.shape[1]
     num_kv_heads = selection("idx_q", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
-    _validate.scale("q_scale", q_scale)
-    _validate.scale("k_scale", k_scale)
     _validate.backend(backend, idx_q.device)
     if page_table is not None:
         _where.page_size("idx_k", idx_k, block_size)
@@ -57,6 +57,7 @@ def select_blocks(
     where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
     if check:
         _shard.check_offsets(where, block_size, backend, idx_q.device)
+        _contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
     arguments = (
         idx_q,
         idx_k,
@@ -67,6 +68,8 @@ def select_blocks(
         init_blocks,
         local_blocks,
         order,
+        q_scale,
+        k_scale,
         backend,
     )
     if out is None:
@@ -83,7 +86,7 @@ def _allocate(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> tuple[Tens
 
 def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
     place, rest = rest[:8], rest[8:]
-    num_kv_heads, block_size, init_blocks, local_blocks, order, backend, out = rest
+    num_kv_heads, block_size, init_blocks, local_blocks, order, q_scale, k_scale, backend, out = rest
     where = Where(*place)
     if _dispatch.runs_reference(backend, idx_q.device):
         out.copy_(
@@ -96,22 +99,28 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
                 init_blocks=init_blocks,
                 local_blocks=local_blocks,
                 order=order,
+                q_scale=q_scale,
+                k_scale=k_scale,
                 **where.keywords(),
             )
         )
         return
+    heads_per_group = idx_q.shape[1] // num_kv_heads
+    variant = {
+        "head_dim": idx_q.shape[2],
+        "block_size": block_size,
+        "topk": topk,
+        "heads_per_group": heads_per_group,
+        "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
+    }
+    if idx_q.dtype == FP8:
+        variant["key_scales"] = int(_scales.has_key_scales(k_scale))
     facts = _dispatch.call_facts(
         "select_blocks",
         where,
         idx_q.device,
         _dispatch.PRECISIONS[idx_q.dtype],
-        {
-            "head_dim": idx_q.shape[2],
-            "block_size": block_size,
-            "topk": topk,
-            "heads_per_group": idx_q.shape[1] // num_kv_heads,
-            "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
-        },
+        variant,
         (idx_q, idx_k),
         _dispatch.oversized_table(where, block_size),
         queries=idx_q.shape[0],
@@ -123,6 +132,8 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         out.fill_(-1)
         return
     at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
+    call = _scales.Indexer(idx_q, idx_k, q_scale, k_scale)
+    scales = _scales.kernel_scales(call, heads_per_group, at.cu_seqlens_q)
     kernel(
         idx_q,
         idx_k,
@@ -131,9 +142,11 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         at.cu_seqlens_k,
         at.seqused_k,
         at.q_positions,
+        *scales.tensors,
         out,
         at.use_seqused,
         at.use_positions,
+        *scales.flags,
         init_blocks,
         local_blocks,
         ORDERS[order],
@@ -143,7 +156,7 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
 _OPERATOR = _library.define(
     "select_blocks",
     f"Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt num_kv_heads, SymInt block_size, "
-    "SymInt init_blocks, SymInt local_blocks, str order, str backend",
+    "SymInt init_blocks, SymInt local_blocks, str order, Tensor? q_scale, Tensor? k_scale, str backend",
     ("out",),
     _allocate,
     _shard.selection(_write),

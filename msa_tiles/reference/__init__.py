@@ -7,6 +7,7 @@ are trusted: `msa_tiles.ops` validates them.
 
 from msa_tiles.reference import plain
 from msa_tiles.reference.attention import combine, sparse_attention
+from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.indexer import index_score, select_blocks
 from msa_tiles.reference.schedule import build_schedule
 from msa_tiles.reference.selection import topk_select
@@ -18,5 +19,6 @@ __all__ = [
     "plain",
     "select_blocks",
     "sparse_attention",
+    "split_selection",
     "topk_select",
 ]

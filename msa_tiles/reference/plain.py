@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.quant import dequantize
 from msa_tiles.reference.attention import combine
 from msa_tiles.reference.batch import accumulator, flat_or_paged, key_rows, read_batch, score_width
 
@@ -25,6 +26,8 @@ def index_score(
     block_size: int = 128,
     causal: bool = True,
     num_blocks: int | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
     **where: Any,
 ) -> Tensor:
     """See `reference.index_score`."""
@@ -32,6 +35,9 @@ def index_score(
     batch = read_batch(idx_q.shape[0], idx_q.device, **flat_or_paged(idx_k, page_table), **where)
     if num_blocks is None:
         num_blocks = score_width(idx_k, block_size, page_table, where.get("max_seqlen_k"), where.get("k_offset"))
+    # Whole, where the blockwise functions go piece by piece; keys that nobody uses may hold anything.
+    idx_q = idx_q if q_scale is None else dequantize(idx_q, q_scale)
+    idx_k = idx_k if k_scale is None else dequantize(idx_k, k_scale)
     dtype = accumulator(idx_q.dtype)
     score = torch.full((idx_q.shape[1], idx_q.shape[0], num_blocks), -torch.inf, device=idx_q.device)
     for request in batch.requests:
@@ -122,13 +128,15 @@ def select_blocks(
     init_blocks: int = 0,
     local_blocks: int = 1,
     order: str = "ascending",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
     **where: Any,
 ) -> Tensor:
     """See `reference.select_blocks`."""
     page_table = where.get("page_table")
     batch = read_batch(idx_q.shape[0], idx_q.device, **flat_or_paged(idx_k, page_table), **where)
     return topk_select(
-        index_score(idx_q, idx_k, block_size=block_size, **where),
+        index_score(idx_q, idx_k, block_size=block_size, q_scale=q_scale, k_scale=k_scale, **where),
         topk,
         num_kv_heads=num_kv_heads,
         num_valid_blocks=batch.num_valid_blocks(block_size),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.runtime import toolchain
-from msa_tiles.runtime.cache import Entry
+from msa_tiles.runtime.cache import SOURCES, Entry
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.spec import Expression
 
@@ -21,6 +21,11 @@ _USAGE = re.compile(r"Function (\S+):\s*\n\s*(REG:.*)")
 _RESERVED_SHARED = 1024  # the driver's share, which cuobjdump adds for every function with static shared memory
 _REGISTER_UNIT = 256  # registers are handed out to a warp in units of this many
 _WARP = 32
+# `tl::tmem_allocate((&(S[0])), 256);` in CUDA; `tcgen05.alloc.….b32 [%r6], %r65;` after `mov.b32 %r65, 256;` in PTX.
+_ALLOCATIONS = {
+    "tilelang": re.compile(r"\btmem_allocate\b.*, *(\w+)\);"),
+    "cutedsl": re.compile(r"\btcgen05\.alloc\S*\s+\[.*\],\s*(%?\w+);"),
+}
 
 
 def measure(cubin: Path) -> dict[str, Any]:
@@ -58,6 +63,7 @@ def complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: En
     found = measured(entry)
     return [
         *_resource_complaints(cell, variant, target, entry.meta["kernels"], found["functions"]),
+        *_tensor_memory_complaints(cell, variant, target, entry),
         *_opcode_complaints(cell.entry["expect"], cell.entry["forbid"], found["opcodes"]),
         *_pipeline_complaints(found["opcodes"]),
     ]
@@ -118,6 +124,34 @@ def _resource_complaints(
         ]
         found.extend(f"{name} {sentence}" for wrong, sentence in checks if wrong)
     return found
+
+
+def _tensor_memory_complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: Entry) -> list[str]:
+    """The machine code does not tell how many columns it allocates; the source that the DSL generates does."""
+    if not target.tensor_memory_columns:
+        return []
+    source = (entry.directory / SOURCES[cell.dsl]).read_text()
+    promised = Expression(str(cell.entry["tensor_memory"] or 0))({**cell.entry["tile"], **variant})
+    amounts = [_constant(amount, source) for amount in _ALLOCATIONS[cell.dsl].findall(source)]
+    if None in amounts:
+        return ["allocates tensor memory of a size that is known at run time only"]
+    columns = sum(amount for amount in amounts if amount)
+    checks = [
+        (columns != promised, f"takes {columns} columns of tensor memory, the plan says {promised}"),
+        (
+            columns > target.tensor_memory_columns,
+            f"takes {columns} columns of tensor memory, {target.name} allows {target.tensor_memory_columns}",
+        ),
+    ]
+    return [sentence for wrong, sentence in checks if wrong]
+
+
+def _constant(operand: str, source: str) -> int | None:
+    """The value of a literal, or of a PTX register that is set once, to a literal."""
+    if operand.isdigit():
+        return int(operand)
+    values = re.findall(rf"\bmov\.\w+\s+{re.escape(operand)}, (\w+);", source)
+    return int(values[0]) if len(values) == 1 and values[0].isdigit() else None
 
 
 def _opcode_complaints(expect: Iterable[str], forbid: Iterable[str], opcodes: Mapping[str, int]) -> list[str]:

@@ -58,7 +58,7 @@ class Entry:
 
     def write_audit(self, measured: Mapping[str, Any]) -> None:
         """Keep what the audit measured."""
-        _write_atomically(self.directory / AUDIT, json.dumps(measured, indent=1, sort_keys=True))
+        write_atomically(self.directory / AUDIT, json.dumps(measured, indent=1, sort_keys=True))
 
 
 class Cache:
@@ -146,8 +146,10 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file at once: a reader sees the old text or the new one, whatever happens meanwhile."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "w") as file:
         file.write(text)
+    os.chmod(name, mode)
     os.replace(name, path)

@@ -36,6 +36,7 @@ class Target:
     registers_per_thread: int
     registers_per_sm: int
     threads_per_block: int
+    tensor_memory_columns: int  # that a block can have; 0 where there is no such memory
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,13 @@ def default_registry() -> Registry:
 
 def _target(entry: Mapping[str, Any]) -> Target:
     major, minor = entry["capability"]
-    limits = ("shared_memory_per_block", "registers_per_thread", "registers_per_sm", "threads_per_block")
+    limits = (
+        "shared_memory_per_block",
+        "registers_per_thread",
+        "registers_per_sm",
+        "threads_per_block",
+        "tensor_memory_columns",
+    )
     return Target(
         name=entry["name"],
         arch=entry["arch"],

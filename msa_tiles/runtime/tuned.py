@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from msa_tiles.runtime.cache import write_atomically
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.spec.model import DSLS
 
@@ -77,11 +76,7 @@ def write(directory: Path, figures: Iterable[Figure]) -> None:
     kept |= {_key(figure): figure for figure in figures}
     entries: list[dict[str, Any]] = [asdict(kept[key]) for key in sorted(kept)]
     text = json.dumps({"figures": entries}, indent=1, sort_keys=True) + "\n"
-    handle, name = tempfile.mkstemp(prefix=f".{TUNED}-", dir=directory)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.chmod(name, 0o644)
-    os.replace(name, directory / TUNED)
+    write_atomically(directory / TUNED, text, 0o644)
 
 
 def _key(figure: Figure) -> tuple[str, str, str, str]:

@@ -19,6 +19,10 @@ What it models
                 global memory in any order. Addresses, strides and boxes obey the hardware's limits.
     wgmma       Reads its operands and writes its accumulator when wait_wgmma makes it. Until then the accumulator and
                 an operand in registers are out of bounds for everybody. An operand that is not in order is NaN.
+    tcgen05     Products are done in order, as late as the barriers to which they are committed allow; who passes one
+                knows that all before it are done. Reading an accumulator, writing over one that others read, and
+                changing an operand want such a barrier. One warp issues; a warpgroup reads, warp i the lanes from
+                32 i on. Warp 0 gives tensor memory back at its end, when all products and reads must be known to it.
     Order       Every access of shared memory is checked against vector clocks: two accesses of an element, one of them
                 a write, must be separated by a barrier that both sides pass (or by sync_warp inside a warp), whether
                 or not this run's order of events made them collide. A wgmma whose operand is overwritten without
@@ -30,21 +34,23 @@ What it models
                 accesses are errors. Integers wrap, bfloat16 rounds, fmax and fmin drop NaN as on the device.
 
 What it cannot see
-    Layouts, swizzles, bank conflicts, descriptors, register pressure and whatever lowering and nvcc do. Barriers that
-    TileLang would insert itself are not inserted: kernels are expected to set tl.disable_thread_storage_sync.
+    Layouts, swizzles, bank conflicts, descriptors, register pressure and whatever lowering and nvcc do; fences of
+    tcgen05, most of which lowering adds, and how many columns of tensor memory there are. Barriers that TileLang would
+    insert itself are not inserted: kernels are expected to set tl.disable_thread_storage_sync.
     Races in global memory, except threads of one statement that store different values to one element; ordering of
     global memory between CTAs. Which warp owns which row is known for 64-row tiles of one warpgroup (warp i owns the
-    rows 16i to 16i+15, of fragments and of the A operand); other parallel loops and copies count as done by all warps
-    of the role together. Inside a warp, order is tracked by the last access of each element. A lane that arrives alone
-    on an mbarrier speaks for its warp. Exited threads do not count in sync_threads. T.copy is done when it returns,
-    also where lowering would turn it into an asynchronous copy. Speed of any kind.
+    rows 16i to 16i+15, of fragments and of the A operand) and for tiles read from tensor memory; other parallel loops
+    and copies count as done by all warps of the role together. Inside a warp, order is tracked by the last access of
+    each element. A lane that arrives alone on an mbarrier speaks for its warp. Exited threads do not count in
+    sync_threads. T.copy is done when it returns, also where lowering would turn it into an asynchronous copy. Speed of
+    any kind.
 
 Where things are
     kernel      takes a PrimFunc apart and runs its grid        scheduler  coroutines, landings, deadlocks
     statements, expressions, intrinsics, operations             TIR to Python closures; new constructs go here
     frame       threads that run together                       roles      which threads are one coroutine
     memory, shared, lanes, order                                buffers, and who did what when
-    boxes, tma, wgmma, barriers                                 tile operations and asynchronous work
+    boxes, tma, wgmma, tensor, barriers                         tile operations and asynchronous work
 
 It knows the IR of the TileLang version that the package pins.
 """

@@ -12,6 +12,8 @@ from msa_tiles.simulator.errors import ArgumentError
 from msa_tiles.simulator.memory import GlobalMemory
 from msa_tiles.simulator.program import Program
 
+_VIEWED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
 
 def bind(function: Any, arguments: tuple[Any, ...], program: Program) -> tuple[dict[Any, Any], dict[int, GlobalMemory]]:
     """Values of the scalar parameters and of the symbolic dims and strides; tensors by buffer key.
@@ -76,9 +78,9 @@ def _tensor(name: str, argument: Any, dtype: np.dtype[Any], rank: int) -> Global
         raise ArgumentError(
             f"{name}: {argument.dtype} of rank {argument.dim()} came, wanted {dtype.name} of rank {rank}"
         )
-    if argument.dtype == torch.bfloat16:
-        # numpy has no bfloat16 of its own; the view keeps the strides and shares the memory.
-        array = argument.detach().view(torch.int16).numpy().view(dtype)
+    if argument.dtype in _VIEWED:
+        # numpy has no such type of its own; the view keeps the strides and shares the memory.
+        array = argument.detach().view(_VIEWED[argument.dtype]).numpy().view(dtype)
     else:
         array = argument.detach().numpy()
     return GlobalMemory(name, array, argument.data_ptr())

@@ -15,6 +15,9 @@ from msa_tiles.simulator.errors import BarrierError, DivergenceError
 from msa_tiles.simulator.frame import WARP, Frame, threads_text
 from msa_tiles.simulator.order import Order
 
+# How often asynchronous work is done at once although it may be late: a phase that completes too early is a fault, too.
+EARLY = 0.2
+
 
 class Wait(Protocol):
     """A reason to stand still."""
@@ -53,6 +56,17 @@ class Mbarrier:
         self.arrived += threads
         warps = frame.warps if frame.mask is None else np.unique(frame.active() // WARP)
         self._gathered = np.maximum(self._gathered, self.order.release(warps))
+        self._advance()
+
+    def signal(self, published: np.ndarray) -> None:
+        """One arrival that nobody makes in person: a commit of tcgen05.
+
+        Raises BarrierError.
+        """
+        if self.arrived == self.count:
+            raise BarrierError(f"{self.name}: a commit arrives in phase {self.phase}, and the barrier has {self.count}")
+        self.arrived += 1
+        self._gathered = np.maximum(self._gathered, published)
         self._advance()
 
     def expect(self, size: int) -> int:

@@ -9,11 +9,12 @@ import numpy as np
 
 from msa_tiles.simulator.dtypes import converted, is_float
 from msa_tiles.simulator.errors import OutOfBoundsError, UnsupportedError
-from msa_tiles.simulator.frame import Frame
+from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.memory import Fragment, GlobalMemory
 from msa_tiles.simulator.shared import SharedMemory
+from msa_tiles.simulator.tensor import LANES, READERS, TensorMemory
 
-Memory = GlobalMemory | SharedMemory | Fragment
+Memory = GlobalMemory | SharedMemory | Fragment | TensorMemory
 # Rows of a 64-row register tile that one warp of a warpgroup owns.
 WARP_ROWS = 16
 
@@ -61,7 +62,12 @@ class Box:
 
 
 def row_agents(frame: Frame, rows: int) -> np.ndarray | None:
-    """The warp of every row of a warpgroup's 64-row register tile; None when the rows lie otherwise."""
+    """The warp of every row of a warpgroup's register tile; None when the rows lie otherwise.
+
+    Tiles of 64 rows are wgmma's. Where there is tensor memory, tiles of all its lanes are read from it.
+    """
+    if len(frame.warps) == READERS and rows == LANES and frame.cta.core is not None:
+        return frame.warps[np.arange(rows) // WARP]
     if len(frame.warps) == 4 and rows == 4 * WARP_ROWS:
         return frame.warps[np.arange(rows) // WARP_ROWS]
     return None
@@ -81,6 +87,8 @@ def team(frame: Frame, what: str) -> int:
 def read(frame: Frame, box: Box, agents: Any) -> np.ndarray:
     """The values of a box, squeezed."""
     memory = box.memory
+    if isinstance(memory, TensorMemory):
+        return memory.read(frame, box).reshape(box.squeezed)
     if isinstance(memory, SharedMemory):
         places = box.places
         memory.check_read(places, _of_rows(agents, len(places)))
@@ -96,6 +104,8 @@ def read(frame: Frame, box: Box, agents: Any) -> np.ndarray:
 def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
     """Store squeezed values, converted to the buffer's type."""
     memory = box.memory
+    if isinstance(memory, TensorMemory):
+        raise UnsupportedError(f"{memory.name}: written by something else than a product")
     values = converted(np.broadcast_to(values, box.squeezed), memory.dtype)
     if isinstance(memory, SharedMemory):
         places = box.places
@@ -112,7 +122,7 @@ def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
 
 
 def copy(frame: Frame, source: Box, target: Box) -> None:
-    """T.copy between registers, shared and global memory, done when it returns."""
+    """T.copy between registers, shared and global memory, or from tensor memory; done when it returns."""
     if source.squeezed != target.squeezed:
         raise UnsupportedError(f"copy of a box {source.extent} to a box {target.extent}")
     agents: Any = team(frame, "a tile copy")

@@ -16,6 +16,7 @@ from msa_tiles.simulator.memory import Fragment, GlobalMemory, LocalMemory
 from msa_tiles.simulator.order import Order
 from msa_tiles.simulator.program import BufferInfo
 from msa_tiles.simulator.shared import SharedMemory
+from msa_tiles.simulator.tensor import TensorCore, TensorMemory
 from msa_tiles.simulator.tma import Store
 
 # How often a coroutine lets others run after an arrival, although it need not wait.
@@ -42,6 +43,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.stores: dict[int, list[Store]] = {}
         self.landing: list[Store] = []
+        self.core: TensorCore | None = None
         self._private: list[BufferInfo] = []
         slot = 0
         for info in buffers.values():
@@ -53,6 +55,9 @@ class Cta:
                     slot += 1
             elif info.scope in ("shared", "shared.dyn"):
                 self.memory[info.key] = SharedMemory(info.name, info.shape, info.dtype, self.order)
+            elif info.scope == "shared.tmem":
+                self.memory[info.key] = TensorMemory(info.name, info.shape, info.dtype, self.order)
+                self.core = TensorCore(self.order, info.name)
             elif info.scope == "local.fragment":
                 self.memory[info.key] = Fragment(info.name, info.shape, info.dtype)
             elif info.scope in ("local", "local.var"):
@@ -93,8 +98,10 @@ class Cta:
     def leave(self, role: Role) -> None:
         """The threads of a role end.
 
-        Raises InFlightError.
+        Raises InFlightError, RaceError.
         """
+        if self.core is not None and 0 in role.tid:
+            self.core.give_back(0, [memory for memory in self.memory.values() if isinstance(memory, TensorMemory)])
         if role.wgmmas:
             raise InFlightError(f"{role.name} end with {len(role.wgmmas)} wgmma groups in flight")
         for thread in role.tid.tolist():
@@ -106,6 +113,8 @@ class Cta:
 
         Raises InFlightError.
         """
+        if self.core is not None:
+            self.core.end()
         for barrier in self.slots():
             if barrier.loaded and self.order.knows[:, barrier.agent].max() < self.order.clock[barrier.agent]:
                 raise InFlightError(f"CTA {self.index} ends and nobody has waited for the TMA loads of {barrier.name}")

@@ -21,6 +21,7 @@ _BY_NAME: dict[str, Any] = {
     "uint32": np.uint32,
     "uint64": np.uint64,
     "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float16": np.float16,
     "float32": np.float32,
     "float64": np.float64,
@@ -46,7 +47,7 @@ def vector_type(name: object) -> tuple[np.dtype[Any], int]:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether a type has NaN; bfloat16 is of numpy's kind V."""
+    """Whether a type has NaN; bfloat16 and e4m3 are of numpy's kind V."""
     return dtype.kind not in "iub"
 
 

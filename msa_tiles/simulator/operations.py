@@ -1,4 +1,4 @@
-"""Intrinsics that act: barriers, fences, tile copies, TMA and wgmma.
+"""Intrinsics that act: barriers, fences, tile copies, TMA, wgmma and tcgen05.
 
 A builder gives the function to run, whether it suspends, and whether its threads must act together.
 """
@@ -17,6 +17,7 @@ from msa_tiles.simulator.errors import DivergenceError, UnsupportedError
 from msa_tiles.simulator.expressions import Expressions
 from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.shared import SharedMemory
+from msa_tiles.simulator.tensor import TensorCore
 
 Built = tuple[Callable[[Frame], Any], bool, bool]
 CTA_BARRIER = 0
@@ -28,7 +29,7 @@ def _box(compiler: Expressions, node: Any) -> Callable[[Frame], Box]:
         raise UnsupportedError(f"tile operand {node}")
     load = node.args[0]
     info = compiler.program.buffer(load.buffer)
-    if info.scope not in ("global", "shared", "shared.dyn", "local.fragment"):
+    if info.scope not in ("global", "shared", "shared.dyn", "shared.tmem", "local.fragment"):
         raise UnsupportedError(f"tile operand {info.name} in scope {info.scope}")
     start = [compiler.uniform(i, f"an index of {info.name}") for i in load.indices]
     extent = [compiler.uniform(n, f"an extent of {info.name}") for n in node.args[2:]]
@@ -42,6 +43,17 @@ def _barrier(compiler: Expressions, node: Any) -> Callable[[Frame], Mbarrier]:
     info = compiler.program.buffer(node.buffer)
     (number,) = (compiler.uniform(i, f"the slot of {info.name}") for i in node.indices)
     return lambda f: f.cta.slot(info.key, number(f))
+
+
+def _barrier_at(compiler: Expressions, node: Any) -> Callable[[Frame], Mbarrier]:
+    """The same, where it comes as a pointer: `tvm_access_ptr(type, data, slot, …)`."""
+    if type(node).__name__ != "Call" or node.op.name != "tirx.tvm_access_ptr":
+        raise UnsupportedError(f"mbarrier {node}")
+    for buffer, info in compiler.program.buffers.items():
+        if info.scope == "shared.barrier" and buffer.data.same_as(node.args[1]):
+            number, key = compiler.uniform(node.args[2], f"the slot of {info.name}"), info.key
+            return lambda f: f.cta.slot(key, number(f))
+    raise UnsupportedError(f"mbarrier {node}")
 
 
 def _options(node: Any, known: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +98,40 @@ def _wgmma(compiler: Expressions, node: Any) -> Built:
 def _wait_wgmma(compiler: Expressions, node: Any) -> Built:
     most = compiler.constant(node.args[0], "count of wait_wgmma")
     return lambda f: wgmma.wait(f, most), False, True
+
+
+def _tcgen05(compiler: Expressions, node: Any) -> Built:
+    _options(node, {"is_tcgen05": 1})
+    a, b, c = (_box(compiler, node.args[n]) for n in range(3))
+    transposed = tuple(bool(compiler.constant(node.args[n], "transposition")) for n in (3, 4))
+    clear = compiler.uniform(node.args[9], "clear_accum")
+    if any(compiler.constant(node.args[n], "tcgen05 argument") for n in (11, 12)):
+        raise UnsupportedError(f"tcgen05 into a part of an accumulator: {node}")
+    barrier = None if type(node.args[10]).__name__ == "IntImm" else _barrier(compiler, node.args[10])
+
+    def run(f: Frame) -> None:
+        core = _core(f)
+        core.multiply(f, a(f), b(f), c(f), (transposed[0], transposed[1]), bool(clear(f)))
+        if barrier is not None:
+            core.commit(f, barrier(f))
+
+    return run, False, True
+
+
+def _tcgen05_arrive(compiler: Expressions, node: Any) -> Built:
+    barrier = _barrier_at(compiler, node.args[0])
+    return lambda f: _core(f).commit(f, barrier(f)), False, True
+
+
+def _core(f: Frame) -> TensorCore:
+    if f.cta.core is None:
+        raise UnsupportedError("tcgen05 without tensor memory")
+    return f.cta.core
+
+
+def _tcgen05_fence(compiler: Expressions, node: Any) -> Built:
+    """Tensor memory is ordered by barriers here; lowering adds most of these fences itself."""
+    return lambda f: None, False, False
 
 
 def _tma_copy(compiler: Expressions, node: Any) -> Built:
@@ -188,13 +234,17 @@ def build(compiler: Expressions, node: Any) -> Built | None:
     return _BUILDERS[name](compiler, node)
 
 
-_WITH_OPTIONS = {"tl.tileop.wgmma_gemm", "tl.tileop.tma_copy"}
+_WITH_OPTIONS = {"tl.tileop.wgmma_gemm", "tl.tileop.tcgen05_gemm", "tl.tileop.tma_copy"}
 _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.fill": _fill,
     "tl.tileop.reduce": _reduce,
     "tl.tileop.wgmma_gemm": _wgmma,
     "tl.wait_wgmma": _wait_wgmma,
+    "tl.tileop.tcgen05_gemm": _tcgen05,
+    "tl.tcgen05_mma_arrive": _tcgen05_arrive,
+    "tl.tcgen05_before_thread_sync": _tcgen05_fence,
+    "tl.tcgen05_after_thread_sync": _tcgen05_fence,
     "tl.tileop.tma_copy": _tma_copy,
     "tl.tma_store_wait": _tma_store_wait,
     "tirx.ptx_arrive_barrier": _arrive,

@@ -1,10 +1,10 @@
 """Which accesses of shared memory are in order: vector clocks of a CTA.
 
-Agents are the warps; teams, a set of warps that did something together without telling which warp did which element
-(a parallel loop over shared memory, a tile copy); and the slots of the mbarriers, for the TMA loads that complete on
-them. Every agent has a clock that ticks when it releases something. ``knows[warp, agent]`` is the last tick of an
-agent that a warp has acquired, through a barrier. An access is in order when its agent knows the tick of the access
-before it. What a team did is known once all its warps have released it.
+Agents are the warps; teams, a set of warps that did something together without telling which warp did which element (a
+parallel loop over shared memory, a tile copy); the slots of the mbarriers, for the TMA loads that complete on them; and
+the tensor core. Every agent has a clock that ticks when it releases something. ``knows[warp, agent]`` is the last tick
+of an agent that a warp has acquired, through a barrier. An access is in order when its agent knows the tick of the
+access before it. What a team did is known once all its warps have released it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Order:
     def __init__(self, warps: int, slots: int) -> None:
         self.warps = warps
         self.readers = warps + MOST_TEAMS  # agents that read: warps and teams come first
-        self.agents = self.readers + slots
+        self.tensor = self.readers + slots  # the tensor core, whose clock counts products
+        self.agents = self.tensor + 1
         self.clock = np.ones(self.agents, np.int32)
         self.knows = np.zeros((warps, self.agents), np.int32)
         own = np.arange(warps)

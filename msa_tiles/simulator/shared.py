@@ -18,6 +18,7 @@ from msa_tiles.simulator.memory import Index, active_lanes, inside, scatter
 from msa_tiles.simulator.order import Order
 
 if TYPE_CHECKING:
+    from msa_tiles.simulator.tensor import Product
     from msa_tiles.simulator.wgmma import Wgmma
 
 UNFENCED = np.iinfo(np.int32).max
@@ -39,8 +40,8 @@ class SharedMemory:
         self.reads = np.zeros((order.readers, size), np.int32)
         self.lanes = Lanes(size, order)
         self.unfenced: dict[int, list[np.ndarray]] = {}
-        # By agent: the last wgmma that reads each element, as a place in the list.
-        self._products: list[Wgmma] = []
+        # By agent: the last product that reads each element, as a place in the list.
+        self._products: list[Wgmma | Product] = []
         self._multiplied: dict[int, np.ndarray] = {}
 
     def load(self, frame: Frame, index: Index) -> Any:
@@ -167,8 +168,8 @@ class SharedMemory:
 
         self._spoil_products(places, knows, what)
 
-    def note_product(self, product: Wgmma, places: np.ndarray, agents: Any) -> None:
-        """A wgmma reads these elements until it retires."""
+    def note_product(self, product: Wgmma | Product, places: np.ndarray, agents: Any) -> None:
+        """A product reads these elements until it retires."""
         self._products.append(product)
         for agent in np.unique(agents).tolist():
             mine = places[agents == agent] if isinstance(agents, np.ndarray) else places
@@ -176,7 +177,7 @@ class SharedMemory:
             numbers[mine] = len(self._products) - 1
 
     def _spoil_products(self, places: np.ndarray, knows: np.ndarray, what: str) -> None:
-        """A write that does not know a wgmma to be over spoils its result; which is an error once somebody uses it."""
+        """A write that does not know a product to be over spoils its result: an error once somebody uses it."""
         for agent, numbers in self._multiplied.items():
             reading = numbers[places]
             for number in np.unique(reading[reading >= 0]).tolist():
@@ -184,8 +185,8 @@ class SharedMemory:
                 product = self._products[number]
                 if known < product.retired_at(agent):
                     product.spoil(
-                        f"{self.name}{self._at(places, reading == number)}: {what} over what a wgmma of "
-                        f"{self._agent(agent)} reads; the barrier between must come after wait_wgmma"
+                        f"{self.name}{self._at(places, reading == number)}: {what} over "
+                        + product.hint.format(agent=self._agent(agent))
                     )
 
     def check_published(self, places: np.ndarray, knows: np.ndarray, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from msa_tiles.simulator.barriers import Mbarrier
+from msa_tiles.simulator.barriers import EARLY, Mbarrier
 from msa_tiles.simulator.boxes import Box
 from msa_tiles.simulator.errors import RaceError, UninitialisedError, UnsupportedError
 from msa_tiles.simulator.frame import WARP, Frame
@@ -13,8 +13,6 @@ from msa_tiles.simulator.shared import SharedMemory
 
 ALIGNMENT = 16  # bytes, of the base address, of the strides and of the inner extent of a box
 MOST_EXTENT = 256
-# How often a load lands at once although it may be late: a phase that completes too early is a fault as well.
-EARLY = 0.2
 
 
 def load(frame: Frame, source: Box, target: Box, barrier: Mbarrier) -> None:

@@ -1,4 +1,7 @@
-"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows."""
+"""wgmma: reads its operands and writes its accumulator as late as wait_wgmma allows.
+
+Products are summed in float32, whatever the operands: the tensor cores keep fewer bits of sums of e4m3.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ import numpy as np
 import torch
 
 from msa_tiles.simulator.boxes import Box, row_agents, team
-from msa_tiles.simulator.errors import RaceError, UnsupportedError
+from msa_tiles.simulator.errors import UnsupportedError
 from msa_tiles.simulator.frame import Frame
 from msa_tiles.simulator.memory import Fragment
+from msa_tiles.simulator.product import WatchedProduct
 from msa_tiles.simulator.shared import SharedMemory
 
 WARPGROUP = 4
 NEVER = np.iinfo(np.int32).max
 
 
-class Wgmma:
+class Wgmma(WatchedProduct):
     """One issued product C = A B, or C += A B; a commit group of its own."""
+
+    hint = "what a wgmma of {agent} reads; the barrier between must come after wait_wgmma"
 
     def __init__(self, frame: Frame, a: Box, b: Box, c: Box, transpose_a: bool, transpose_b: bool, clear: bool) -> None:
         warps = frame.whole_warps("wgmma")
@@ -26,6 +32,10 @@ class Wgmma:
             raise UnsupportedError(f"wgmma by {len(warps)} warps: wanted whole warpgroups")
         if not isinstance(c.memory, Fragment) or not isinstance(b.memory, SharedMemory):
             raise UnsupportedError(f"wgmma {a.memory.name} x {b.memory.name} -> {c.memory.name}: wrong kinds of memory")
+        if a.memory.dtype != b.memory.dtype:
+            raise UnsupportedError(f"wgmma {a.memory.dtype} x {b.memory.dtype}: wanted operands of one type")
+        if b.memory.dtype.itemsize == 1 and (transpose_a or not transpose_b):
+            raise UnsupportedError(f"wgmma of {b.memory.dtype}: wanted both operands with K along their rows")
         self.order = frame.cta.order
         self.team = team(frame, "wgmma")
         self.knows = self.order.knowledge(self.team)
@@ -33,8 +43,6 @@ class Wgmma:
         self.transposed = transpose_a, transpose_b
         self.clear = clear
         self.accumulator = c.memory
-        self.used = False
-        self.spoiled = ""
         self._retired: np.ndarray | None = None
         self._take_accumulator(frame)
         # A warp multiplies its own rows of A, and all of B.
@@ -88,24 +96,6 @@ class Wgmma:
     def retired_at(self, agent: int) -> int:
         """The clock of an agent when this was over."""
         return NEVER if self._retired is None else int(self._retired[agent])
-
-    def spoil(self, reason: str) -> None:
-        """An operand may have been overwritten too early.
-
-        Raises RaceError when the result has been used; else using it will.
-        """
-        if self.used:
-            raise RaceError(reason)
-        self.spoiled = reason
-
-    def use(self) -> None:
-        """Somebody reads the result.
-
-        Raises RaceError.
-        """
-        if self.spoiled:
-            raise RaceError(self.spoiled)
-        self.used = True
 
     def _operand(self, box: Box) -> np.ndarray:
         memory = box.memory

@@ -10,6 +10,7 @@ from msa_tiles.spec.hardware import read_opcodes
 from msa_tiles.spec.model import (
     DSLS,
     POSITION_DIMS,
+    SCALE_DTYPE,
     STRIDES,
     KernelRow,
     Operator,
@@ -24,7 +25,9 @@ from msa_tiles.spec.work import QUANTITIES, describe
 from msa_tiles.spec.workloads import parameter_value, read_workloads
 
 DTYPES = ("bfloat16", "float32", "int32")
-PRECISION_DTYPES = ("precision.query", "precision.storage", "precision.output")
+PRECISION_DTYPES = ("precision.query", "precision.storage", "precision.output", SCALE_DTYPE)
+# An operator that ranks scores without writing them states their tolerance beside those of its outputs.
+RANKED = "score"
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
@@ -139,13 +142,14 @@ def _variants(node: Node | None, dims: dict[str, Any], dims_node: Node) -> Varia
     if node is None:
         if listed:
             raise dims_node.error(f"dims {', '.join(listed)} list values, so the operator needs `variants`")
-        return Variants((), (), (frozen({}),))
-    keys = node.fields(("ci",), optional=("exact", "capacity"))
+        return Variants((), (), (), (frozen({}),))
+    keys = node.fields(("ci",), optional=("exact", "capacity", "scaled"))
     exact = keys["exact"].strings(listed) if "exact" in keys else ()
     capacity = keys["capacity"].strings(listed) if "capacity" in keys else ()
     names = (*exact, *capacity)
     if len(set(names)) != len(names) or set(names) != set(listed):
         raise node.error(f"variants must name each of {', '.join(listed)} once, under exact or capacity")
+    scaled = keys["scaled"].strings(exact) if "scaled" in keys else ()
     points = []
     for item in keys["ci"].items():
         fields = item.fields(names)
@@ -157,7 +161,7 @@ def _variants(node: Node | None, dims: dict[str, Any], dims_node: Node) -> Varia
             raise item.error(f"the point {describe(point)} stands twice in variants.ci")
         points.append(point)
     _check_pairwise(keys["ci"], names, dims, points)
-    return Variants(exact, capacity, tuple(frozen(point) for point in points))
+    return Variants(exact, capacity, scaled, tuple(frozen(point) for point in points))
 
 
 def _check_pairwise(node: Node, names: tuple[str, ...], dims: dict[str, Any], points: list[dict[str, int]]) -> None:
@@ -184,14 +188,14 @@ def _check_dims_are_used(node: Node, dims: Any, tensors: Any, rules: Any, roofli
 
 
 def _tolerance(node: Node, outputs: Any) -> Any:
-    keys = node.fields(outputs)
-    return frozen({name: keys[name].number(minimum=0) for name in outputs})
+    keys = node.fields(outputs, optional=(RANKED,))
+    return frozen({name: bound.number(minimum=0) for name, bound in keys.items()})
 
 
 def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
     keys = node.fields(
         ("dsl", "target", "precision", "compute", "mma", "tile", "threads", "shared_memory"),
-        optional=("copy", "registers", "expect", "features"),
+        optional=("copy", "registers", "tensor_memory", "expect", "features"),
     )
     tile_keys = keys["tile"].entries()
     for name, value in tile_keys.items():
@@ -213,6 +217,7 @@ def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> K
         threads=_expression(keys["threads"], sizes),
         shared_memory=_expression(keys["shared_memory"], sizes),
         registers=_expression(keys["registers"], sizes) if "registers" in keys else None,
+        tensor_memory=_expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
         expect=read_opcodes(keys["expect"]) if "expect" in keys else (),
         features=keys["features"].strings() if "features" in keys else (),
         where=node.where,

@@ -64,7 +64,7 @@ def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) ->
             try:
                 dims = dims_of(operator, workload, point)
                 broken = [rule for rule in operator.rules if not rule(dims)]
-                known = quantities_of(operator, workload, some_precision, point)
+                known = quantities_of(operator, workload, some_precision, point, some_precision.element)
                 for expression in (operator.roofline.flops, operator.roofline.bytes):
                     expression(known)
             except (ExpressionError, KeyError) as error:
@@ -82,7 +82,7 @@ def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) ->
             raise SpecError(operator.where, f"tolerance names the precision {name!r}; known: {', '.join(precisions)}")
     for precision, bounds in operator.tolerance.items():
         for output, bound in bounds.items():
-            if operator.outputs[output].dtype == "int32" and bound:
+            if output in operator.outputs and operator.outputs[output].dtype == "int32" and bound:
                 raise SpecError(
                     operator.outputs[output].where,
                     f"output {output!r} holds integers, so its tolerance for {precision} must be 0, not {bound}",

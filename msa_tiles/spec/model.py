@@ -13,6 +13,7 @@ from msa_tiles.spec.source import Location
 DSLS = ("tilelang", "cutedsl")
 WIDE_ELEMENTS = ("float32", "int32")  # every stored element widens to one of them exactly, so no precision lists them
 POSITION_DIMS = ("total_q", "total_k", "num_sequences", "max_blocks")  # they follow from a call's lengths
+SCALE_DTYPE = "precision.scale"  # of tensors that only calls of precisions with scales have
 STRIDES = ("any", "unit_last", "contiguous")
 Point = Mapping[str, int]  # one value for each compile-time dim
 
@@ -97,6 +98,10 @@ class Precision:
     where: Location = field(compare=False)
     compute_where: Location = field(compare=False)
 
+    def query_above(self, compute: str) -> str:
+        """The dtype of queries that are multiplied in `compute` with this storage."""
+        return compute if compute in self.query else self.query[0]
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -111,11 +116,19 @@ class Tensor:
     note: str
     where: Location = field(compare=False)
 
-    def resolve_dtype(self, precision: Precision) -> str:
+    def belongs_to(self, precision: Precision) -> bool:
+        """Whether calls of this precision have the tensor."""
+        return self.dtype != SCALE_DTYPE or precision.scale is not None
+
+    def resolve_dtype(self, precision: Precision, compute: str) -> str:
         if not self.dtype.startswith("precision."):
             return self.dtype
-        value = getattr(precision, self.dtype.removeprefix("precision."))
-        return value if isinstance(value, str) else value[0]
+        if self.dtype == SCALE_DTYPE:
+            assert precision.scale is not None, f"{precision.name} has no {self.name}"
+            return precision.scale.dtype
+        if self.dtype == "precision.query":
+            return precision.query_above(compute)
+        return str(getattr(precision, self.dtype.removeprefix("precision.")))
 
 
 @dataclass(frozen=True)
@@ -136,11 +149,21 @@ class Variants:
 
     exact: tuple[str, ...]  # a call must have one of the dim's values
     capacity: tuple[str, ...]  # a call's value is rounded up to the next of the dim's values
+    scaled: tuple[str, ...]  # those of the exact dims that only cells of precisions with scales have
     ci: tuple[Point, ...]  # the M3 shape first, then a set in which every pair of values meets
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.exact + self.capacity
+
+    def of(self, precision: Precision) -> Variants:
+        """What a cell of this precision is compiled for."""
+        if precision.scale is not None or not self.scaled:
+            return self
+        exact = tuple(name for name in self.exact if name not in self.scaled)
+        points = ({name: point[name] for name in (*exact, *self.capacity)} for point in self.ci)
+        distinct = {tuple(point.items()): frozen(point) for point in points}
+        return Variants(exact, self.capacity, (), tuple(distinct.values()))
 
 
 @dataclass(frozen=True)
@@ -177,6 +200,7 @@ class KernelRow:
     threads: Expression
     shared_memory: Expression  # bytes of a block
     registers: Expression | None  # of a block, where the kernel sets them itself
+    tensor_memory: Expression | None  # columns of a block, where it takes any
     expect: tuple[str, ...]  # opcodes to find besides those of mma and copy
     features: tuple[str, ...]
     where: Location = field(compare=False)

@@ -30,7 +30,9 @@ def dims_of(operator: Operator, workload: Workload, point: Point) -> dict[str, i
     return dims
 
 
-def quantities_of(operator: Operator, workload: Workload, precision: Precision, point: Point) -> dict[str, int]:
+def quantities_of(
+    operator: Operator, workload: Workload, precision: Precision, point: Point, compute: str
+) -> dict[str, int]:
     """Dims, and sums over all queries: visible keys, blocks with a visible key, blocks a query may select.
 
     A query at position p of its request sees p + 1 keys, or every key of the request when the call is not causal.
@@ -45,7 +47,7 @@ def quantities_of(operator: Operator, workload: Workload, precision: Precision, 
         if (topk := known.get("topk")) is not None:
             known["selected_blocks"] = sum(min(blocks, topk) * queries for blocks, queries in runs)
     known["element_bits"] = precision.bits
-    known["query_bits"] = _BITS[precision.query[0]]
+    known["query_bits"] = _BITS[precision.query_above(compute)]
     known["output_bits"] = _BITS[precision.output]
     return known
 
@@ -57,7 +59,7 @@ def floor_ms(
 
     A device without a peak for `compute` is bounded by its bandwidth alone.
     """
-    known = quantities_of(operator, workload, precision, point)
+    known = quantities_of(operator, workload, precision, point, compute)
     flops, moved = operator.roofline.flops(known), operator.roofline.bytes(known)
     peak = device.peak_tflops.get(compute)
     arithmetic = flops / (peak * 1e12) if peak else 0.0

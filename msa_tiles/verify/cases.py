@@ -43,12 +43,23 @@ class Case:
 def cases(cell: Cell, specs: Specs) -> list[Case]:
     """The cases of a cell, the small workloads first."""
     operator = specs.operators[cell.op]
-    scores = (
-        specs.operators["index_score"].tolerance[cell.precision]["out"] if "index_score" in specs.operators else 0.0
-    )
+    variants = operator.variants.of(specs.precisions[cell.precision])
+    points = variants.ci
+    # The M3 shape, in all its kinds of scales.
+    shape = [name for name in variants.names if name not in variants.scaled]
+    m3 = [point for point in points if all(point[name] == points[0][name] for name in shape)]
     found = [
-        Case(cell, operator, workload, point, scores)
+        Case(cell, operator, workload, point, _score_tolerance(cell, specs))
         for workload in operator.verify
-        for point in (operator.variants.ci if workload.points == "ci" else operator.variants.ci[:1])
+        for point in (points if workload.points == "ci" else m3)
     ]
     return sorted(found, key=lambda case: max((keys for _, keys in case.workload.sequences), default=0))
+
+
+def _score_tolerance(cell: Cell, specs: Specs) -> float:
+    """The operator's own, or that of index_score."""
+    own = specs.operators[cell.op].tolerance[cell.precision]
+    scorer = specs.operators.get("index_score")
+    if "score" in own or scorer is None or cell.precision not in scorer.tolerance:
+        return own.get("score", 0.0)
+    return scorer.tolerance[cell.precision]["out"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from msa_tiles.verify.cases import Disagreement
 
 POISON_INT = -0x5A5A5A5A
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # of stored values, by precision
 _ALIGNED = 16  # bytes: a kernel's vector loads and TMA boxes want strides of this unit
 
 
@@ -50,6 +51,12 @@ class Source:
         if self.integers:
             return self.whole(-2, 3, shape).to(dtype)
         return torch.randn(tuple(shape), generator=self._generator, device=self.device).to(dtype)
+
+    def scales(self, shape: Sequence[int]) -> Tensor:
+        """Scales above 0 and at most 1, float32; powers of two beside integers, so that products stay exact."""
+        if self.integers:
+            return 0.5 ** self.whole(0, 3, shape).to(torch.float32)
+        return 1.0 - 0.75 * torch.rand(tuple(shape), generator=self._generator, device=self.device)
 
     def whole(self, low: int, high: int, shape: Sequence[int]) -> Tensor:
         """Integers in [low, high), int64."""
@@ -166,6 +173,12 @@ def paged(source: Source, keys: Tensor, lengths: Lengths, page_size: int) -> Pag
             taken += 1
     used_k = torch.tensor(used, dtype=torch.int32, device=keys.device)
     return Paged(pool, table.to(keys.device)[:, :-1], used_k)
+
+
+def paged_scales(source: Source, scales: Tensor, lengths: Lengths, page_size: int) -> Tensor:
+    """Scales [total_k] of flat keys as [pages, page], on the pages that `paged` gives the keys; NaN in every gap."""
+    pairs = torch.stack((scales, torch.full_like(scales, torch.nan)), -1)
+    return (paged(source, pairs, lengths, page_size).pool if page_size else pairs)[..., 0]
 
 
 def spread(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:

@@ -6,7 +6,7 @@ A check makes its inputs once. `run` calls the operator, into its own outputs or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,8 @@ from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, schedules
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
+from msa_tiles.verify.hybrid import SplitSelection, hybrid
+from msa_tiles.verify.inputs import DTYPES, Buffer, Lengths, Source, paged, paged_scales, spread
 
 TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
 
@@ -43,6 +44,25 @@ def placed(
     if strided:
         options["q_positions"] = source.positions(lengths)
     return options, keys
+
+
+def scales_of_index(source: Source, dims: Mapping[str, int], lengths: Lengths, strided: bool) -> dict[str, Tensor]:
+    """q_scale and k_scale of a call on FP8 queries and keys.
+
+    `strided` calls have a scale for every query and head, others one for each head; every key has one at points with
+    key_scales, and elsewhere all together where the call is not `strided`.
+    """
+    num_heads, total_q = dims["num_index_heads"], dims["total_q"]
+    scales = {"q_scale": source.scales((total_q, num_heads) if strided else (num_heads,))}
+    if strided:
+        scales["q_scale"] = spread(scales["q_scale"])
+    if dims["key_scales"]:
+        pages = dims["pages_per_block"]
+        page_size = dims["block_size"] // pages if pages else 0
+        scales["k_scale"] = paged_scales(source, source.scales((dims["total_k"],)), lengths, page_size)
+    elif not strided:
+        scales["k_scale"] = source.scales(())
+    return scales
 
 
 class Check(Protocol):
@@ -151,8 +171,9 @@ class SelectBlocks:
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.exact = case.dims, case, source.integers
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
-        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
-        keys = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        dtype = DTYPES[case.cell.precision]
+        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), dtype)
+        keys = source.values((dims["total_k"], dims["head_dim"]), dtype)
         self.where, (self.idx_k,) = placed(
             source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
         )
@@ -160,8 +181,11 @@ class SelectBlocks:
             self.idx_q = spread(self.idx_q)
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
+        quantised = case.cell.precision == "fp8"
+        self.scales: dict[str, Any] = scales_of_index(source, dims, self.lengths, strided) if quantised else {}
         self.options: dict[str, Any] = {
             **self.where,
+            **self.scales,
             **case.workload.parameters,
             "num_kv_heads": dims["num_kv_heads"],
             "block_size": self.block_size,
@@ -181,7 +205,7 @@ class SelectBlocks:
         if self.exact:
             compare.same("out", outputs[0], wanted)
             return 0.0
-        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where)
+        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where, **self.scales)
         scores = scores.unflatten(0, (self.shape[0], -1)).nan_to_num(nan=-torch.inf).amax(1)
         compare.selections(
             "out",
@@ -251,6 +275,18 @@ class SparseAttention:
         rows, accepted = rounded_error(self.q, *self.flat, self.ids, wanted, **self.flat_options)
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
         return worst
+
+
+class SharedAttention(SparseAttention):
+    """The same by the hybrid kernels."""
+
+    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
+        super().__init__(case, source, strided, backend)
+        self.fill = case.workload.parameters.get("fill", 0)
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        with hybrid(self.fill):
+            return super().run(into_buffers)
 
 
 class SparseDecode(SparseAttention):
@@ -368,4 +404,6 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "sparse_decode": SparseDecode,
     "combine": Combine,
     "build_schedule": BuildSchedule,
+    "split_selection": SplitSelection,
+    "shared_attention": SharedAttention,
 }

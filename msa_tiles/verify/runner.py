@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from msa_tiles.runtime.cache import default_root
+from msa_tiles.runtime.cache import default_root, write_atomically
 from msa_tiles.runtime.evidence import VERIFIED, read_verified
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.verify import compare
@@ -163,8 +161,4 @@ def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None) -> None
     elif document.pop(cell.id, None) is None:
         return
     text = json.dumps(dict(sorted(document.items())), indent=1, sort_keys=True) + "\n"
-    handle, name = tempfile.mkstemp(prefix=f".{VERIFIED}-", dir=generated)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.chmod(name, 0o644)
-    os.replace(name, generated / VERIFIED)
+    write_atomically(generated / VERIFIED, text, 0o644)

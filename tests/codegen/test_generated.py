@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,42 @@ def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
     assert recorded_digest(text) == cell["digest"] == codegen.digest_of(text, plan.dsl)
     assert "# <-" not in text
     assert "# %" not in text
-    assert plan.ci[0] == SPECS.operators[plan.op].m3
+    assert plan.ci == SPECS.operators[plan.op].variants.of(SPECS.precisions[plan.precision]).ci
+    assert plan.ci[0].items() <= SPECS.operators[plan.op].m3.items()
+
+
+def test_a_precision_without_scales_has_no_part_in_them() -> None:
+    plain, scaled = (GENERATED.files[f"tilelang/sm90/select_blocks_{name}.py"] for name in ("bf16", "fp8"))
+    for word in ("q_scale", "k_scale", "key_scales"):
+        assert word not in plain and word in scaled
+    assert re.search(r"^#   idx_q +\[total_q, num_index_heads, head_dim\] +float8_e4m3fn ", scaled, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dsl", PINS)
+def test_another_toolchain_is_another_digest(dsl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cells of its DSL, and of no other."""
+    before = {cell["id"]: cell["digest"] for cell in GENERATED.index["cells"]}
+    monkeypatch.setitem(PINS, dsl, {name: "0" for name in PINS[dsl]})
+    after = {cell["id"]: cell["digest"] for cell in codegen.produce(SPECS).index["cells"]}
+    changed = {cell for cell, digest in after.items() if digest != before[cell]}
+    assert changed == {plan.cell for plan in GENERATED.plans if plan.dsl == dsl}
+
+
+@pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
+def test_the_digest_covers_the_helpers(plan: codegen.KernelPlan, tmp_path: Path) -> None:
+    text = GENERATED.files[plan.file]
+    imported = re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}\.(\w+) import", text, re.MULTILINE)
+    for names in re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl} import (.+)", text, re.MULTILINE):
+        imported += [name.split()[0] for name in names.split(",")]
+    package = tmp_path / "msa_tiles"
+    shutil.copytree(Path(codegen.__file__).parents[1] / "dsl", package / "dsl")
+    assert codegen.digest_of(text, plan.dsl, package) == recorded_digest(text)
+    assert imported or "msa_tiles.dsl" not in text
+    for name in imported:
+        helper = package / "dsl" / plan.dsl / f"{name}.py"
+        before = codegen.digest_of(text, plan.dsl, package)
+        helper.write_text(helper.read_text() + "# changed\n")
+        assert codegen.digest_of(text, plan.dsl, package) != before, name
 
 
 def test_every_skeleton_is_used() -> None:
@@ -92,11 +128,18 @@ def test_pins_are_those_of_the_project() -> None:
             assert f'"{name}=={version}"' in dependencies
 
 
+# Kernels that sparse_attention calls and users do not.
+INSIDE = ("shared_attention", "split_selection")
+
+
 @pytest.mark.parametrize("operator", SPECS.operators.values(), ids=lambda operator: operator.name)
 def test_specs_and_operators_agree(operator: spec.Operator) -> None:
     """What a spec names exists in the library, with the same defaults."""
     ops, reference = importlib.import_module("msa_tiles.ops"), importlib.import_module("msa_tiles.reference")
     assert callable(getattr(reference, operator.reference))
+    if operator.name in INSIDE:
+        assert not hasattr(ops, operator.name)
+        return
     signature = inspect.signature(getattr(ops, operator.name)).parameters
     for name in operator.inputs:
         assert name in signature, f"ops.{operator.name} has no argument {name}"

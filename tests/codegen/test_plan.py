@@ -32,6 +32,24 @@ def test_what_a_row_decides(plan: KernelPlan) -> None:
     assert list(plan.points()) == [{"width": 64}, {"width": 128}]
 
 
+def test_dims_that_only_precisions_with_scales_have(toy: Toy) -> None:
+    toy.edit(toy.operator, "  total_q: runtime", "  row_scales: [0, 1]\n  total_q: runtime")
+    toy.edit(toy.operator, "exact: [width]", "exact: [width, row_scales]\n  scaled: [row_scales]")
+    toy.edit(
+        toy.operator,
+        "ci: [{width: 64}, {width: 128}]",
+        "ci: [{width: 64, row_scales: 0}, {width: 128, row_scales: 1}, {width: 64, row_scales: 1}, "
+        "{width: 128, row_scales: 0}]",
+    )
+    specs = load(toy.specs)
+    (only,) = plans(specs)
+    assert list(only.ci) == list(only.points()) == [{"width": 64}, {"width": 128}]
+    assert "row_scales" not in toy.text()
+    variants = specs.operators["scale"].variants
+    scaled = replace(specs.precisions["bf16"], scale=object())
+    assert variants.of(scaled) is variants
+
+
 def test_a_legal_variant(plan: KernelPlan, target: Target) -> None:
     assert illegal(plan, target, {"width": 64}) is None
 
@@ -50,6 +68,7 @@ def test_a_legal_variant(plan: KernelPlan, target: Target) -> None:
             "4097 bytes of shared memory .* exceed the 4096",
         ),
         ({"registers_formula": Expression("65537")}, {"width": 64}, "65537 registers .* exceed the 65536"),
+        ({"tensor_memory_formula": Expression("width")}, {"width": 64}, "64 columns of tensor memory .* exceed the 0"),
     ],
 )
 def test_an_illegal_variant(
@@ -59,6 +78,20 @@ def test_an_illegal_variant(
     assert refusal is not None
     with pytest.raises(ValueError, match=sentence):
         raise ValueError(refusal)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ("width * 8", None),
+        ("16", "16 columns of tensor memory at width=64 are no power of two from 32 on"),
+        ("3 * width", "192 columns of tensor memory at width=64 are no power of two from 32 on"),
+        ("width * 16", "1024 columns of tensor memory at width=64 exceed the 512 that a block can have on toy"),
+    ],
+)
+def test_tensor_memory(columns: str, sentence: str | None, plan: KernelPlan, target: Target) -> None:
+    taking = replace(plan, tensor_memory_formula=Expression(columns))
+    assert illegal(taking, replace(target, tensor_memory_columns=512), {"width": 64}) == sentence
 
 
 def test_a_row_with_one_illegal_variant_is_refused_at_its_line(toy: Toy) -> None:

@@ -167,6 +167,7 @@ def test_the_index(written: Toy) -> None:
         "threads": "rows * width / 16",
         "shared_memory": "2 * rows * width",
         "registers": "100 * rows * width / 16",
+        "tensor_memory": None,
         "expect": ["FFMA", "UBLKCP", "MUFU"],
         "forbid": ["HMMA", "STL"],
         "features": ["negative"],

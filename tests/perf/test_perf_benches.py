@@ -34,7 +34,7 @@ def shrunk(op: str, label: str) -> cases.Case:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(cases, "cell", lambda op, *rest: f"{op}.tilelang.sm90.bf16")
+    monkeypatch.setattr(cases, "cell", lambda op, dsl, device, precision="bf16": f"{op}.tilelang.sm90.{precision}")
     monkeypatch.setattr(cases, "find", shrunk)
 
     def prepare(op: str):
@@ -52,6 +52,18 @@ def test_ours_and_torch_baselines_pass_their_own_checks(small, op):
     runnable = [peer for peer in bench.peers if isinstance(peer, Contender) and peer.name == "torch"]
     for contender in (bench.ours, *runnable):
         assert contender.check(made, contender.bind(made)()) is None
+
+
+def test_select_blocks_on_fp8(small):
+    bench = importlib.import_module("perf.bench_select_blocks").prepare(
+        shrunk("select_blocks", "prefill_32k_u"), CPU, "reference", "fp8"
+    )
+    made = bench.make(0)
+    assert made.idx_q.dtype == made.idx_k.dtype == torch.float8_e4m3fn
+    assert made.idx_q.nbytes + made.idx_k.nbytes == bench.bytes_per_set
+    result = bench.ours.bind(made)()
+    assert bench.ours.check(made, result) is None
+    assert bench.ours.check(made, _spoil(result))
 
 
 @pytest.mark.parametrize("op", BENCHES)

@@ -48,7 +48,7 @@ def test_stretch_is_told(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("gate", gates.FIRST + gates.GOALS, ids=lambda gate: f"{gate.op}-{gate.case}")
+@pytest.mark.parametrize("gate", gates.FIRST + gates.GOALS, ids=lambda gate: f"{gate.op}-{gate.case}-{gate.precision}")
 def test_every_gate_names_a_case_that_exists(gate):
     own = {"prefill": bench_prefill.labels, "msa_decode": lambda: bench_msa_decode.BATCHES}
     assert gate.case in (own[gate.op]() if gate.op in own else cases.labels(gate.op))

@@ -8,7 +8,7 @@ import pytest
 
 from msa_tiles.runtime import audit, toolchain
 from msa_tiles.runtime.audit import complaints, has_opcode
-from msa_tiles.runtime.cache import Cache, Entry
+from msa_tiles.runtime.cache import SOURCES, Cache, Entry
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.runtime.toolchain import ToolchainError
 
@@ -88,6 +88,48 @@ def test_a_spill_is_a_complaint(cell: Cell, target: Target, entry: Entry, measur
     assert complaints(cell, cell.ci[0], target, spilled) == [
         "scale_rows_kernel_kernel spills or keeps arrays on a stack of 48 bytes, wanted none"
     ]
+
+
+ALLOCATION = {
+    "tilelang": "    tl::tmem_allocate((&(S[0])), 128);\n",
+    "cutedsl": "mov.b32 \t%r65, 128;\n\ttcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 \t[%r6], %r65;\n",
+}
+
+
+@pytest.mark.parametrize("dsl", ALLOCATION)
+@pytest.mark.parametrize(
+    ("promised", "columns", "times", "found"),
+    [
+        ("width * 2", 512, 1, []),
+        (None, 512, 0, []),
+        (None, 512, 1, ["takes 128 columns of tensor memory, the plan says 0"]),
+        ("64", 512, 1, ["takes 128 columns of tensor memory, the plan says 64"]),
+        ("256", 512, 0, ["takes 0 columns of tensor memory, the plan says 256"]),
+        ("256", 128, 2, ["takes 256 columns of tensor memory, sm90 allows 128"]),
+    ],
+)
+def test_tensor_memory(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, tmp_path, dsl: str, promised, columns, times, found
+) -> None:
+    other = dataclasses.replace(cell, dsl=dsl, entry={**cell.entry, "tensor_memory": promised})
+    with_source = Entry(tmp_path, entry.meta)
+    with_source.write_audit(measured)
+    parts = ALLOCATION[dsl].split("\n\t")
+    (tmp_path / SOURCES[dsl]).write_text("\n\t".join(parts[:-1] + parts[-1:] * times))
+    assert (
+        complaints(other, cell.ci[0], dataclasses.replace(target, tensor_memory_columns=columns), with_source) == found
+    )
+
+
+def test_tensor_memory_of_unknown_size_is_a_complaint(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, tmp_path
+) -> None:
+    other = dataclasses.replace(cell, dsl="cutedsl")
+    with_source = Entry(tmp_path, entry.meta)
+    with_source.write_audit(measured)
+    (tmp_path / SOURCES["cutedsl"]).write_text(ALLOCATION["cutedsl"].replace("128", "%r64"))
+    [found] = complaints(other, cell.ci[0], dataclasses.replace(target, tensor_memory_columns=512), with_source)
+    assert found == "allocates tensor memory of a size that is known at run time only"
 
 
 def test_opcodes_match_with_their_modifiers() -> None:

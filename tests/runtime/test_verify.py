@@ -17,6 +17,7 @@ from msa_tiles.verify.cases import Case, Disagreement, cases
 
 CPU = torch.device("cpu")
 MOST_QUERIES = 200  # on two cores the larger workloads take minutes
+QUANTISED = [("select_blocks", "fp8")]
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,13 @@ def specs() -> spec.Specs:
     return spec.load(paths.specs_dir())
 
 
-def cell_of(op: str) -> Cell:
+def cell_of(op: str, precision: str = "bf16") -> Cell:
     return Cell(
-        id=f"{op}.tilelang.sm90.bf16",
+        id=f"{op}.tilelang.sm90.{precision}",
         op=op,
         dsl="tilelang",
         target="sm90",
-        precision="bf16",
+        precision=precision,
         mma="simt",
         file=Path("absent.py"),
         digest="0123456789abcdef",
@@ -42,10 +43,10 @@ def cell_of(op: str) -> Cell:
     )
 
 
-def small_cases(op: str, specs: spec.Specs) -> list[Case]:
+def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Case]:
     """The workloads of few queries, with one KV head: enough to see that inputs, calls and comparisons fit together."""
     found = []
-    for case in cases(cell_of(op), specs):
+    for case in cases(cell_of(op, precision), specs):
         dims = {name: 1 if name == "num_kv_heads" else value for name, value in case.workload.dims.items()}
         small = dataclasses.replace(case, workload=dataclasses.replace(case.workload, dims=dims))
         if sum(queries for queries, _ in case.workload.sequences) <= MOST_QUERIES:
@@ -53,9 +54,9 @@ def small_cases(op: str, specs: spec.Specs) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("op", sorted(operators.CHECKS))
-def test_the_reference_passes_its_own_grid(op: str, specs: spec.Specs) -> None:
-    found = small_cases(op, specs)
+@pytest.mark.parametrize(("op", "precision"), [*((op, "bf16") for op in sorted(operators.CHECKS)), *QUANTISED])
+def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
+    found = small_cases(op, specs, precision)
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
     for case in labels.values():
         runner.run_case(case, CPU, seed=7, backend="reference")
@@ -67,9 +68,10 @@ def test_every_operator_of_the_specs_has_a_check(specs: spec.Specs) -> None:
 
 def test_points_ci_runs_every_declared_value(specs: spec.Specs) -> None:
     for operator in specs.operators.values():
-        ran = [case.point for case in cases(cell_of(operator.name), specs)]
-        for dim in operator.variants.names:
-            assert {point[dim] for point in ran} == set(operator.values(dim)), (operator.name, dim)
+        for precision in operator.tolerance:
+            ran = [case.point for case in cases(cell_of(operator.name, precision), specs)]
+            for dim in operator.variants.of(specs.precisions[precision]).names:
+                assert {point[dim] for point in ran} == set(operator.values(dim)), (operator.name, precision, dim)
 
 
 def planted(op: str, specs: spec.Specs, spoil) -> None:  # type: ignore[no-untyped-def]
@@ -137,6 +139,36 @@ def test_a_select_that_prefers_another_block_is_noticed(specs: spec.Specs) -> No
         row[row >= 0] = row[row >= 0] + 1
 
     planted("select_blocks", specs, replace)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale"])
+def test_scales_that_a_kernel_forgets_are_noticed(name: str, specs: spec.Specs) -> None:
+    """Exact values, several heads in a group and a scale for every key: the ids are those of the scaled scores."""
+    found = (case for case in cases(cell_of("select_blocks", "fp8"), specs) if case.workload.label == "by_score")
+    case = next(case for case in found if case.point["key_scales"] and case.point["heads_per_group"] > 1)
+    workload = dataclasses.replace(case.workload, sequences=((70, 1300),), dims={"num_kv_heads": 4})
+    case = dataclasses.replace(case, workload=workload)
+    for strided in (False, True):
+        check = operators.SelectBlocks(case, inputs.Source(CPU, 5, case.workload.values), strided, "reference")
+        check.compare(check.run(into_buffers=False))
+        del check.options[name]
+        (wrong,) = check.run(into_buffers=False)
+        check.options[name] = check.scales[name]
+        with pytest.raises(Disagreement, match="elements differ"):
+            check.compare((wrong,))
+
+
+def test_the_m3_shape_is_verified_with_every_kind_of_scales(specs: spec.Specs) -> None:
+    ran = [case.point["key_scales"] for case in cases(cell_of("select_blocks", "fp8"), specs)
+           if case.workload.label == "long"]  # fmt: skip
+    assert sorted(ran) == [0, 1]
+
+
+def test_scores_of_fp8_have_a_tolerance_of_their_own(specs: spec.Specs) -> None:
+    tolerance = {
+        precision: small_cases("select_blocks", specs, precision)[0].score_tolerance for precision in inputs.DTYPES
+    }
+    assert tolerance["fp8"] == 0.1 > tolerance["bf16"] == specs.operators["index_score"].tolerance["bf16"]["out"]
 
 
 def scored(specs: spec.Specs) -> operators.SparseDecode:

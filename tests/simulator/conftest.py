@@ -18,16 +18,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    if report.when == "call" and report.passed and {"op", "case"} <= parameters.keys():
-        PASSED.add((parameters["op"], parameters["case"]))
+    if report.when == "call" and report.passed and {"cell", "case"} <= parameters.keys():
+        PASSED.add((parameters["cell"].id, parameters["case"]))
 
 
 def pytest_sessionfinish() -> None:
     if not PASSED:
         return
+    from simulated_calls import name_of
     from test_simulator_kernels import CASES
 
     for cell in default_registry().select(dsl="tilelang"):
-        cases = {(cell.op, case) for case in CASES.get(cell.op, ())}
+        cases = {(cell.id, case) for case in CASES.get(name_of(cell), ())}
         if cases and cases <= PASSED and is_generated(cell):
             evidence.mark_simulated(cell)

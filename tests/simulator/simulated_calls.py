@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch
+from msa_tiles.ops import _dispatch, _scales
 from msa_tiles.ops._where import Where
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.runtime.registry import default_registry
+from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
-from msa_tiles.verify.operators import placed
+from msa_tiles.verify.inputs import DTYPES, Buffer, Lengths, Source, spread
+from msa_tiles.verify.operators import placed, scales_of_index
 
 TOKEN_MAJOR = (1, 0, 2)
 # How the kernels count orders and edges.
@@ -41,6 +41,7 @@ class Call:
     rows_behind: int = 0  # query rows that belong to no request
     pages_per_block: int = 0  # keys in pages of a pool
     positions: bool = False  # a position for every query instead of the rule
+    target: str = "sm90"
 
     def __post_init__(self) -> None:
         self.source = Source(torch.device("cpu"), self.seed, self.values)
@@ -67,15 +68,20 @@ class Call:
         at = _dispatch.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
         return at, stored if flat else (), options
 
-    def run(self, op: str, variant: Mapping[str, int], *arguments: Any) -> None:
-        simulate(kernel(op, **variant), *arguments, seed=self.seed, late=self.late)
+    def run(self, op: str, variant: Mapping[str, int], *arguments: Any, precision: str = "bf16") -> None:
+        simulate(kernel(op, precision, self.target, **variant), *arguments, seed=self.seed, late=self.late)
 
 
-def kernel(op: str, **variant: int) -> Any:
+def name_of(cell: Cell) -> str:
+    """The function below that calls a cell."""
+    return cell.op if cell.precision == "bf16" else f"{cell.op}_{cell.precision}"
+
+
+def kernel(op: str, precision: str = "bf16", target: str = "sm90", **variant: int) -> Any:
     """The PrimFunc of a generated kernel, built once."""
-    key = (op, *sorted(variant.items()))
+    key = (op, precision, target, *sorted(variant.items()))
     if key not in _kernels:
-        (cell,) = (cell for cell in default_registry().of(op) if cell.dsl == "tilelang")
+        (cell,) = default_registry().select(op, "tilelang", target, precision)
         _kernels[key] = cell.function(**variant)
     return _kernels[key]
 
@@ -161,16 +167,27 @@ def select_blocks(
     init_blocks: int = 0,
     local_blocks: int = 1,
     order: int = 0,
+    precision: str = "bf16",
+    **scaled: int,
 ) -> None:
     """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
     assert call.values == "integer"
-    idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim)
-    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
+    idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim, dtype=DTYPES[precision])
+    keys = call.tensor(call.total_k, head_dim, dtype=DTYPES[precision])
+    at, (idx_k,), where = call.place(block_size, keys)
     out = call.output((heads, call.total_q, k), torch.int32)
     variant = {"head_dim": head_dim, "block_size": block_size, "topk": topk, "heads_per_group": heads_per_group}
     variant["pages_per_block"] = call.pages_per_block
-    scalars = (at.use_seqused, at.use_positions, init_blocks, local_blocks, order)
-    call.run("select_blocks", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
+    scales: dict[str, Tensor] = {}
+    if precision == "fp8":
+        variant |= scaled
+        sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
+        scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
+    indexer = _scales.Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"))
+    given = _scales.kernel_scales(indexer, heads_per_group, at.cu_seqlens_q)
+    tensors = (idx_q, idx_k, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
+    scalars = (at.use_seqused, at.use_positions, *given.flags, init_blocks, local_blocks, order)
+    call.run("select_blocks", variant, *tensors, *scalars, precision=precision)
     out.check_gaps("out")
     wanted = reference.select_blocks(
         idx_q.float(),
@@ -182,8 +199,13 @@ def select_blocks(
         local_blocks=local_blocks,
         order=ORDERS[order],
         **where,
+        **scales,
     )
     compare.same("out", out.view, wanted)
+
+
+def select_blocks_fp8(call: Call, **arguments: int) -> None:
+    select_blocks(call, precision="fp8", **arguments)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -324,12 +346,18 @@ def decode_score(
     at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
     blocks = max(-(-call.lengths.longest_k // block_size), 1)
     out = call.output((heads, call.total_q, blocks), torch.float32)
-    # The kernel leaves what lies behind a request's keys alone; what it writes must be numbers.
-    out.view.fill_(-math.inf)
     variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
     scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal), ctas)
     call.run("decode_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
     out.check_gaps("out")
+    # What lies behind a request's keys, and the rows of no request, are still poisoned; everything else is written.
+    lengths = call.lengths
+    keys = lengths.cu_seqlens_k.diff() if lengths.seqused_k is None else lengths.seqused_k
+    held = ((keys + block_size - 1) // block_size).repeat_interleave(lengths.cu_seqlens_q.diff().long())
+    held = torch.nn.functional.pad(held, (0, call.rows_behind))
+    behind = (torch.arange(blocks) >= held[:, None]).expand(out.view.shape)
+    assert bool(out.view[behind].isnan().all())
+    out.view.masked_fill_(behind, -math.inf)
     wanted = reference.index_score(
         idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
     )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import simulated_calls
+import simulated_hybrid
 import torch
-from simulated_calls import Call
+from simulated_calls import Call, name_of
 
 from msa_tiles.runtime.registry import Cell, default_registry
 
@@ -195,6 +196,51 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
     },
+    "select_blocks_fp8": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1, "values": "integer"},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 3, "heads_per_group": 2, "key_scales": 1},
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "values": "integer", "strided": True, "shortened": True, "rows_behind": 9},
+            {
+                "head_dim": 128, "block_size": 128, "topk": 16, "k": 16, "heads_per_group": 1, "heads": 2,
+                "init_blocks": 1, "local_blocks": 2, "order": 2, "key_scales": 1,
+            },
+        ),
+        "long list": (
+            {"sequences": [(20, 1000)], "seed": 3, "values": "integer", "pages_per_block": 1, "strided": True},
+            {
+                "head_dim": 64, "block_size": 64, "topk": 64, "k": 33, "heads_per_group": 2, "order": 1,
+                "key_scales": 1,
+            },
+        ),
+        "many blocks": (
+            {
+                "sequences": [(66, 1111)], "seed": 4, "values": "integer", "pages_per_block": 2, "positions": True,
+                "strided": True,
+            },
+            {"head_dim": 64, "block_size": 64, "topk": 32, "k": 20, "heads_per_group": 4, "key_scales": 1},
+        ),
+        "one scale for all keys": (
+            {"sequences": [(66, 1111)], "seed": 7, "values": "integer", "strided": True},
+            {"head_dim": 128, "block_size": 64, "topk": 8, "k": 8, "heads_per_group": 4, "key_scales": 0},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 5, "values": "integer", "late": False, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64, "topk": 8, "k": 5, "heads_per_group": 1, "key_scales": 0},
+        ),
+        "small pages, used": (
+            {
+                "sequences": MIXED, "seed": 6, "values": "integer", "shortened": True, "rows_behind": 9,
+                "pages_per_block": 8, "positions": True,
+            },
+            {
+                "head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2,
+                "key_scales": 1,
+            },
+        ),
+    },
     "build_schedule": {
         "mixed": ({"sequences": MIXED, "seed": 1}, {"block_size": 64, "topk": 3, "heads": 2, "window": 128}),
         "strided, used": (
@@ -241,6 +287,74 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2},
         ),
     },
+    "split_selection": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"block_size": 64, "tile_tokens": 8, "topk": 3, "heads": 2, "close": True},
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"block_size": 128, "tile_tokens": 4, "topk": 5, "close": True, "fill": 2},
+        ),
+        "long rows": (
+            {"sequences": [(10, 9000), (3, 1)], "seed": 3},
+            {"block_size": 64, "tile_tokens": 8, "topk": 64, "close": True, "fill": 30},
+        ),
+        "sticky": (
+            {"sequences": [(90, 333)], "seed": 4, "positions": True},
+            {"block_size": 64, "tile_tokens": 4, "topk": 2, "heads": 2, "sticky": True},
+        ),
+        "repeated ids": (
+            {"sequences": MIXED, "seed": 5},
+            {"block_size": 64, "tile_tokens": 4, "topk": 6, "close": True, "fill": 3, "repeated": True},
+        ),
+        "more wanted than there are": (
+            {"sequences": [(1, 1)], "seed": 6},
+            {"block_size": 128, "tile_tokens": 8, "topk": 1, "fill": 9},
+        ),
+    },
+    "shared_attention": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True},
+        ),
+        "strided, used, windows": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3, "close": True},
+        ),
+        "large group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 3, "pages_per_block": 1, "shortened": True},
+            {"head_dim": 128, "block_size": 64, "group": 16, "topk": 2, "ctas": 1, "close": True},
+        ),
+        "one head a group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 4, "pages_per_block": 2, "positions": True},
+            {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3},
+        ),
+        "two heads a group": (
+            {"sequences": [(60, 150)], "seed": 5, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64, "group": 2, "topk": 3, "ctas": 5, "close": True},
+        ),
+        "sticky": (
+            {"sequences": [(200, 250), (40, 100)], "seed": 6},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 3, "sticky": True, "ctas": 1},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 7, "late": False, "pages_per_block": 8},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "close": True},
+        ),
+        "more slots than stages": (
+            {"sequences": [(13, 2000)], "seed": 8},
+            {"head_dim": 64, "block_size": 128, "group": 16, "topk": 9, "ctas": 3, "fill": 4},
+        ),
+        "nothing shared": (
+            {"sequences": [(9, 1500), (3, 1)], "seed": 9},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 11},
+        ),
+        "small scale": (
+            {"sequences": [(33, 300)], "seed": 10},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "close": True, "scale": 0.01},
+        ),
+    },
     "combine": {
         "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),
         "many splits": (
@@ -252,10 +366,17 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases])
-def test_a_generated_kernel_is_right(op: str, case: str) -> None:
-    call, arguments = CASES[op][case]
-    getattr(simulated_calls, op)(Call(**call), **arguments)
+CELLS = default_registry().select(dsl="tilelang")
+
+
+@pytest.mark.parametrize(
+    ("cell", "case"),
+    [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
+)
+def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
+    call, arguments = CASES[name_of(cell)][case]
+    calls = simulated_hybrid if cell.op in simulated_hybrid.OPERATORS else simulated_calls
+    getattr(calls, name_of(cell))(Call(**call, target=cell.target), **arguments)
 
 
 def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
@@ -270,9 +391,12 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
         Call(sequences, seed=seed, values="integer"), head_dim=64, block_size=64, topk=8, k=2, heads_per_group=2
     )
     simulated_calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
+    simulated_hybrid.shared_attention(
+        Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, window=40, ctas=3, close=True, fill=1
+    )
 
 
-@pytest.mark.parametrize("cell", default_registry().select(dsl="tilelang"), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_every_value_of_every_compile_time_dim_is_simulated(cell: Cell) -> None:
     for dim, values in cell.variants.items():
-        assert {(call | arguments).get(dim, 0) for call, arguments in CASES[cell.op].values()} == set(values)
+        assert {(call | arguments).get(dim, 0) for call, arguments in CASES[name_of(cell)].values()} == set(values)

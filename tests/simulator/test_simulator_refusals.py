@@ -53,7 +53,7 @@ def test_arguments_are_checked(arguments: tuple[Any, ...], message: str) -> None
         ("pipelined", ((4, 64, 64), (4, 64, 64)), "num_stages"),
         ("accumulated", ((64, 64), (64, 64)), "cumsum"),
         ("printed", ((32,),), "is not simulated"),
-        ("narrow", ((32,),), "float8_e4m3fn is not simulated"),
+        ("narrow", ((32,),), "float8_e5m2 is not simulated"),
     ],
 )
 def test_an_unknown_construct_is_an_error(name: str, shapes: tuple[tuple[int, ...], ...], message: str) -> None:

@@ -70,8 +70,8 @@ MISTAKES = {
         (ATTENTION, "block_size: 64, group: 8, pages_per_block: 1}", "block_size: 128, group: 16, pages_per_block: 0}",
          0, "stands twice in variants.ci"),
     "pair of values that never meets":
-        (SELECT, "    - {head_dim: 128, block_size: 64, topk: 64, heads_per_group: 4, pages_per_block: 8}\n", "", -5,
-         "no point of variants.ci has .*; every pair of values must meet"),
+        (SELECT, "    - {head_dim: 128, block_size: 64, topk: 64, heads_per_group: 4, pages_per_block: 8, "
+         "key_scales: 1}\n", "", -5, "no point of variants.ci has .*; every pair of values must meet"),
     "M3 is not first":
         (TOPK, "    - {topk: 16}\n", "", -1, "must begin with the first value of each dim"),
     "no value for a dim":
@@ -87,6 +87,10 @@ MISTAKES = {
         (SELECT, "bf16: {out: 0}", "bf16: {out: 1}", None, "holds integers, so its tolerance for bf16 must be 0"),
     "tolerance of an unknown precision":
         (SELECT, "  bf16: {out: 0}", "  bf17: {out: 0}", None, "tolerance names the precision 'bf17'; known: bf16"),
+    "tolerance of ranked scores":
+        (SELECT, "score: 0.1}", "score: small}", 0, "score must be a number, not 'small'"),
+    "scales of a dim that is none":
+        (SELECT, "scaled: [key_scales]", "scaled: [topk]", 0, "scaled.* 'topk'; it must be one of head_dim"),
     "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
     "unknown target": (ATTENTION, "target: sm90", "target: sm91", 0, "unknown target 'sm91'; known: sm100, sm90"),
     "unknown precision": (ATTENTION, "precision: bf16", "precision: int4", 0, "unknown precision 'int4'"),

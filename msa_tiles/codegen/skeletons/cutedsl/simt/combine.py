@@ -93,13 +93,11 @@ class Combine:
         largest = -Float32.inf
         mass = Float32(0.0)
         for step in cutlass.range(cute.ceil_div(splits, UNROLL), unroll=1):
-            # Splits past the last one repeat it with no weight, so that the loads need no branch. All weights come
-            # first: the compiler then sends nearly all of the wide loads before it waits for one.
-            for u in cutlass.range_constexpr(UNROLL):
-                weight[u] = partial_lse[cutlass.min(step * UNROLL + u, splits - 1), token, head]
+            # Splits past the last one repeat it with no weight, so that the loads need no branch.
             for u in cutlass.range_constexpr(UNROLL):
                 split = cutlass.min(step * UNROLL + u, splits - 1)
                 copy_wide(wide(partial_out[split, token, head, None], lane), loaded[None, u])
+                weight[u] = partial_lse[split, token, head]
             before = largest
             for u in cutlass.range_constexpr(UNROLL):
                 if step * UNROLL + u >= splits:

@@ -17,13 +17,22 @@ registers for one. Row maxima pass through
 shared memory inside a warp: warp i owns rows 16i to 16i+15, lane l serves row l % 16 and takes the even blocks
 (l < 16) or the odd ones. The two lists of a row are merged at the end. With several index heads per KV head the
 maximum also runs over the heads.
+# % if precision.scale
+
+Only scales that can change a ranking are read. The scales of queries do where a KV head has several index heads: each
+warp keeps those of its rows in query_scale and multiplies row maxima. One scale for all keys never does; scales of
+single keys (key_scales = 1) multiply the columns of a score tile. Each producer thread stores one of a block's, or of
+the keys behind it, in key_scale before it arrives at k_full. There are SLOTS = 2 * STAGES blocks of them: one is
+overwritten after the consumers have released a later block, and they do so when they are done with its scales.
+# % endif
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang import topk as top
-from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
-from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block  # % if not precision.scale
+from msa_tiles.dsl.tilelang.scores import block_max  # % if not precision.scale
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -38,6 +47,8 @@ PASS_CONFIGS = {
 }
 ROWS = 64
 TILE = CONSUMERS * ROWS
+SLOTS = 2 * STAGES  # % if precision.scale
+# % if not precision.scale
 
 
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
@@ -47,11 +58,33 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
     """
+    # % else
+
+
+def select_blocks(
+    head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int, key_scales: int
+):
+    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
+
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
+    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
+    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+    q_scale [total_q, num_index_heads] is read with use_q_scale and heads_per_group > 1, k_scale [total_k] or
+    [pages, page] with key_scales = 1. Scales are float32 and positive.
+    """
+    # % endif
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
     num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    # % if precision.scale
+    scale_token, scale_head = T.dynamic("scale_token, scale_head")
+    key_shape, key_strides, scale_shape, scale_strides = scaled.index_keys(
+        head_dim, block_size, pages_per_block, key_scales
+    )
+    # % else
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+    # % endif
 
     @T.macro
     def rank_pair(
@@ -75,12 +108,14 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     def score_pairs(
         w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
         row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+        query_scale, key_scale,  # % if precision.scale
     ):  # fmt: skip
         """Two score tiles: the even block's is reduced while the odd one's is multiplied, then the other way round."""
         S_even = T.alloc_fragment([ROWS, block_size], "float32")
         S_odd = T.alloc_fragment([ROWS, block_size], "float32")
         max_even = T.alloc_fragment([ROWS], "float32")
         max_odd = T.alloc_fragment([ROWS], "float32")
+        head_max = T.alloc_fragment([ROWS], "float32")  # % if precision.scale
         stage = T.alloc_var("int32")
         phase = T.alloc_var("int32")
         even = T.alloc_var("int32")
@@ -108,7 +143,14 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                     T.barrier_arrive(k_free[even])
                 # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
                 T.wgmma_gemm(Q_shared[w, r, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
+                # % if precision.scale
+                scaled.block_max(
+                    S_even, max_even, head_max, row_limit, ROWS, block_size, pair * 2, full_blocks,
+                    query_scale, w, r, heads_per_group, key_scale, pair * 2 % SLOTS, key_scales,
+                )  # fmt: skip
+                # % else
                 block_max(S_even, max_even, row_limit, ROWS, block_size, pair * 2, full_blocks)
+                # % endif
                 if r == heads_per_group - 1:
                     stage = stage + 1
                     if stage == STAGES:
@@ -127,7 +169,15 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                     T.wgmma_gemm(
                         Q_shared[w, 0, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True
                     )
+                # % if precision.scale
+                scaled.block_max(
+                    S_odd, max_odd, head_max, row_limit, ROWS, block_size, pair * 2 + 1, full_blocks,
+                    query_scale, w, r, heads_per_group, key_scale, T.min(pair * 2 + 1, num_blocks - 1) % SLOTS,
+                    key_scales,
+                )  # fmt: skip
+                # % else
                 block_max(S_odd, max_odd, row_limit, ROWS, block_size, pair * 2 + 1, full_blocks)
+                # % endif
             rank_pair(
                 w, lane, row, max_shared, max_even, max_odd, pair * 2, valid, init_blocks, local_blocks, keys, ids
             )
@@ -137,11 +187,13 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     def score_singly(
         w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
         row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+        query_scale, key_scale,  # % if precision.scale
     ):  # fmt: skip
         """One score tile at a time, for lists that leave no registers for a second one."""
         S = T.alloc_fragment([ROWS, block_size], "float32")
         max_even = T.alloc_fragment([ROWS], "float32")
         max_odd = T.alloc_fragment([ROWS], "float32")
+        head_max = T.alloc_fragment([ROWS], "float32")  # % if precision.scale
         if num_blocks > 0:
             T.barrier_wait(q_full, 0)
         T.fill(max_even, -T.infinity("float32"))
@@ -155,7 +207,14 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                 T.wait_wgmma(0)
                 if r == heads_per_group - 1:
                     T.barrier_arrive(k_free[block % STAGES])
+                # % if precision.scale
+                scaled.block_max(
+                    S, max_odd, head_max, row_limit, ROWS, block_size, block, full_blocks,
+                    query_scale, w, r, heads_per_group, key_scale, block % SLOTS, key_scales,
+                )  # fmt: skip
+                # % else
                 block_max(S, max_odd, row_limit, ROWS, block_size, block, full_blocks)
+                # % endif
             if block % 2 == 0:
                 T.copy(max_odd, max_even)
                 T.fill(max_odd, -T.infinity("float32"))
@@ -166,11 +225,18 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                 )  # fmt: skip
                 T.fill(max_odd, -T.infinity("float32"))
 
+    # % if precision.scale
+    if topk * heads_per_group > 64:
+        # Four heads in a row need so many registers that lists of 32 leave none for a second score tile either.
+        score_pairs = score_singly
+
+    # % endif
     @T.macro
     def consume(
         w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
         head, first_token, end_token, first_limit, length, num_blocks, q_positions, use_positions,
         init_blocks, local_blocks, order, out,
+        q_scale, use_q_scale, query_scale, key_scale,  # % if precision.scale
     ):  # fmt: skip
         keys = T.alloc_local([topk], "int32")
         ids = T.alloc_local([topk], "int32")
@@ -191,16 +257,27 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             least, most,
         )  # fmt: skip
         full_blocks = T.max(least[0] + 1, 0) // block_size
+        # % if precision.scale
+        if heads_per_group > 1:
+            if lane < 16:
+                for r in T.unroll(heads_per_group):
+                    query_scale[w, r, row] = T.if_then_else(
+                        use_q_scale != 0, q_scale[token, head * heads_per_group + r], T.float32(1)
+                    )
+            T.sync_warp()
+        # % endif
         top.clear(keys, ids, topk)
         if topk <= 32:
             score_pairs(
                 w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
                 row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+                query_scale, key_scale,  # % if precision.scale
             )  # fmt: skip
         else:
             score_singly(
                 w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
                 row_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks,
+                query_scale, key_scale,  # % if precision.scale
             )  # fmt: skip
         top.merge(keys, ids, topk, 16, lane < 16)
         if lane < 16 and first_token + row < end_token:
@@ -215,9 +292,14 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
         q_positions: T.Tensor((num_positions,), "int32"),
+        # % if precision.scale
+        q_scale: T.StridedTensor((total_q, num_index_heads), (scale_token, scale_head), "float32"),
+        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),
+        # % endif
         out: T.StridedTensor((num_kv_heads, total_q, k), (out_head, out_token, 1), "int32"),
         use_seqused: T.int32,
         use_positions: T.int32,
+        use_q_scale: T.int32,  # % if precision.scale
         init_blocks: T.int32,
         local_blocks: T.int32,
         order: T.int32,
@@ -229,6 +311,11 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")
+            # % if precision.scale
+            query_scale = T.alloc_shared([CONSUMERS, heads_per_group, ROWS], "float32", scope="shared.dyn")
+            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
+            scale_read = T.alloc_local([1], "float32")
+            # % endif
             q_full = T.alloc_barrier(arrive_count=128)
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
@@ -273,11 +360,28 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                                 )
                         T.barrier_arrive(q_full)
                         for block in T.serial(num_blocks):
+                            # % if precision.scale
+                            # Before the wait, so that the scale is there when the stage is free.
+                            if key_scales:
+                                scaled.read_key_scale(
+                                    k_scale, page_table, key_row + block * block_size, tx % 128,
+                                    block_size, pages_per_block, scale_read,
+                                )  # fmt: skip
+                            # % endif
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
+                            # % if precision.scale
+                            scaled.load_index_block(
+                                idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
+                                block_size, pages_per_block,
+                            )  # fmt: skip
+                            if key_scales:
+                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
+                            # % else
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
                                 block_size, head_dim, pages_per_block,
                             )  # fmt: skip
+                            # % endif
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
@@ -285,6 +389,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                         0, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token, end_token,
                         first_limit, length, num_blocks, q_positions, use_positions, init_blocks, local_blocks, order,
                         out,
+                        q_scale, use_q_scale, query_scale, key_scale,  # % if precision.scale
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
@@ -292,6 +397,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                         1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + ROWS,
                         end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
                         local_blocks, order, out,
+                        q_scale, use_q_scale, query_scale, key_scale,  # % if precision.scale
                     )  # fmt: skip
 
     return main

@@ -1,0 +1,400 @@
+"""The query side of hybrid attention: the blocks that neighbouring queries share, then the merge of the other results.
+
+Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. A tile is 64 rows: 64 //
+rows_per_query neighbouring queries, each with its `group` heads in the first of rows_per_query rows (8 is the least
+that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
+
+Warps
+  warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
+                for every slot of the rest, and the store of the rows
+  warpgroup 1   producer: reads what a tile consists of, loads its Q, then K and V of each shared block, then the
+                partial results of the rest
+
+Pipelines (name: depth, arrivals)
+  tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least and TILES is
+             more than STAGES, so that the producer never overwrites what is still to be read
+  q_full: 1, 128 producer threads + TMA bytes               q_free: 1, the 128 consumer threads
+  full: STAGES, 128 producer threads + TMA bytes            free: STAGES, the 128 consumer threads
+
+A stage of the ring holds K of a block, then the next one its V. Behind the blocks come partial results, block_size //
+64 slots of all rows a stage: the rows of a query with fewer slots are not loaded, and stay out of the sum. Every tile
+ends with at least one such stage, in which its rows are staged on their way out; it is free once the next tile's first
+product is under way.
+
+The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is free,
+so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM merges the
+other one multiplies.
+
+The maximum of a row starts as the largest LSE of its slots, so that the merge never rescales O.
+
+The fields of the `shared` words are those that the split_selection kernel documents.
+"""
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.stages import load_stage
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 3  # <- tile.stages
+PRODUCER_REGISTERS = 48  # <- tile.producer_registers
+CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.enable_fast_math": True,
+}
+ROWS = 64
+TILES = 4
+# Slots whose LSE are loaded at a time.
+AHEAD = 8
+CUT, VALID_SHIFT = 1 << 8, 9
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
+LOWEST = -1.0e30
+
+
+@T.macro
+def advance(at):
+    """at [2] holds a stage of the ring and its phase, which turns with every round."""
+    at[0] = at[0] + 1
+    if at[0] == STAGES:
+        at[0] = 0
+        at[1] = at[1] ^ 1
+
+
+def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+    """Build the kernel for one head dim, block size and number of query heads per KV head.
+
+    q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
+    head_dim] with pages_per_block > 0 and page_table [requests, max_pages]; shared, shared_counts, rest_counts and
+    last_rows as split_selection writes them; partial_out [window, topk, num_q_heads, head_dim] and partial_lse
+    [window, topk, num_q_heads] (natural logarithm) of the window's rest, of which a query's first rest_counts slots
+    are read, and none with LSE -inf -> out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], the rows
+    of the window. A row that sees nothing gets out 0 and lse -inf. scale_log2 is the softmax scale times log2(e). A
+    window begins at a multiple of the queries of a tile.
+    """
+    rows_per_query = max(group, 8)
+    queries = ROWS // rows_per_query
+    halves = head_dim // 64
+    # Slots of partial results in a stage: one or two.
+    parts = block_size // ROWS
+
+    total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
+    num_tables, max_pages, table_stride = T.dynamic("num_tables, max_pages, table_stride")
+    num_tiles, capacity, window, topk = T.dynamic("num_tiles, capacity, window, topk")
+    q_token, q_head = T.dynamic("q_token, q_head")
+    out_token, out_head, lse_token, lse_head = T.dynamic("out_token, out_head, lse_token, lse_head")
+    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
+    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
+
+    @T.prim_func
+    def main(
+        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
+        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
+        shared: T.Tensor((num_kv_heads, num_tiles, capacity, 2), "int32"),
+        shared_counts: T.Tensor((num_kv_heads, num_tiles), "int32"),
+        rest_counts: T.Tensor((num_kv_heads, total_q), "int32"),
+        last_rows: T.Tensor((total_q,), "int32"),
+        partial_out: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
+        partial_lse: T.Tensor((window, topk, num_q_heads), "float32"),
+        out: T.StridedTensor((total_q, num_q_heads, head_dim), (out_token, out_head, 1), ELEMENT),
+        lse: T.StridedTensor((total_q, num_q_heads), (lse_token, lse_head), "float32"),
+        scale_log2: T.float32,
+        window_index: T.int32,
+        num_ctas: T.int32,
+    ):
+        with T.Kernel(num_ctas, threads=256) as cta:
+            T.annotate_min_blocks_per_sm(2)
+            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
+            ring = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            # Number of shared blocks, most slots of a query; of each query its slots and its last row.
+            tile_shared = T.alloc_shared([TILES, 2 + 2 * queries], "int32", scope="shared")
+            tile_full = T.alloc_barrier(arrive_count=[128] * TILES)
+            q_full = T.alloc_barrier(arrive_count=128)
+            q_free = T.alloc_barrier(arrive_count=128)
+            full = T.alloc_barrier(arrive_count=[128] * STAGES)
+            free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            at = T.alloc_local([2], "int32")
+            q_phase = T.alloc_var("int32")
+            head = T.alloc_var("int32")
+            tile = T.alloc_var("int32")
+            token = T.alloc_var("int32")
+            num = T.alloc_var("int32")
+            most = T.alloc_var("int32")
+            number = T.alloc_var("int32")
+            key_row = T.alloc_var("int32")
+            tx = T.get_thread_binding()
+            window_first = window_index * window
+            window_last = T.min(window_first + window, total_q)
+            tiles = T.ceildiv(window_last - window_first, queries)
+            rounds = T.ceildiv(tiles * num_kv_heads - cta, num_ctas)
+            at[0] = 0
+            at[1] = 0
+            q_phase = 0
+            if tx >= 128:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                # Four counts a word: the producer has few registers.
+                slots = T.alloc_local([queries // 4], "int32")
+                for round in T.serial(rounds):
+                    head = T.truncdiv(cta + round * num_ctas, tiles)
+                    tile = cta + round * num_ctas - head * tiles
+                    token = window_first + tile * queries
+                    tile = tile + T.truncdiv(window_first, queries)
+                    num = shared_counts[head, tile]
+                    most = 1
+                    for r in T.unroll(queries):
+                        number = 0
+                        if token + r < window_last:
+                            number = rest_counts[head, token + r]
+                        most = T.max(most, number)
+                        if r % 4 == 0:
+                            slots[r // 4] = number
+                        else:
+                            slots[r // 4] = slots[r // 4] | (number << (r % 4 * 8))
+                    if tx == 128:
+                        tile_shared[round % TILES, 0] = num
+                        tile_shared[round % TILES, 1] = most
+                        for r in T.unroll(queries):
+                            tile_shared[round % TILES, 2 + r] = (slots[r // 4] >> (r % 4 * 8)) & 255
+                            tile_shared[round % TILES, 2 + queries + r] = last_rows[T.min(token + r, total_q - 1)]
+                    T.barrier_arrive(tile_full[round % TILES])
+                    if num > 0:
+                        T.barrier_wait(q_free, q_phase ^ 1)
+                        for r in T.unroll(queries):
+                            for half in T.unroll(halves):
+                                T.tma_copy(
+                                    q[
+                                        T.min(token + r, total_q - 1),
+                                        head * group : head * group + group,
+                                        half * 64 : half * 64 + 64,
+                                    ],
+                                    Q_shared[
+                                        r * rows_per_query : r * rows_per_query + group, half * 64 : half * 64 + 64
+                                    ],
+                                    barrier=q_full,
+                                )
+                        T.barrier_arrive(q_full)
+                        q_phase = q_phase ^ 1
+                    for u in T.serial(num):
+                        key_row = shared[head, tile, u, 0]
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
+                        load_stage(
+                            k, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
+                        )
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
+                        load_stage(
+                            v, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
+                        )
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
+                    for m in T.serial(T.ceildiv(most, parts)):
+                        T.barrier_wait(free[at[0]], at[1] ^ 1)
+                        for part in T.unroll(parts):
+                            for r in T.unroll(queries):
+                                if m * parts + part < (slots[r // 4] >> (r % 4 * 8)) & 255:
+                                    for half in T.unroll(halves):
+                                        T.tma_copy(
+                                            partial_out[
+                                                token - window_first + r,
+                                                m * parts + part,
+                                                head * group : head * group + group,
+                                                half * 64 : half * 64 + 64,
+                                            ],
+                                            ring[
+                                                at[0],
+                                                part * ROWS + r * rows_per_query : part * ROWS
+                                                + r * rows_per_query
+                                                + group,
+                                                half * 64 : half * 64 + 64,
+                                            ],
+                                            barrier=full[at[0]],
+                                            eviction_policy="evict_first",
+                                        )
+                        T.barrier_arrive(full[at[0]])
+                        advance(at)
+            else:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                S = T.alloc_fragment([ROWS, block_size], "float32")
+                P = T.alloc_fragment([ROWS, block_size], ELEMENT)
+                O = T.alloc_fragment([ROWS, head_dim], "float32")
+                row_max = T.alloc_fragment([ROWS], "float32")
+                before = T.alloc_fragment([ROWS], "float32")
+                scale = T.alloc_fragment([ROWS], "float32")
+                row_sum = T.alloc_fragment([ROWS], "float32")
+                block_sum = T.alloc_fragment([ROWS], "float32")
+                row_last = T.alloc_fragment([ROWS], "int32")
+                row_slots = T.alloc_fragment([ROWS], "int32")
+                last = T.alloc_fragment([ROWS], "int32")
+                word = T.alloc_var("int32")
+                k_stage = T.alloc_var("int32")
+                v_stage = T.alloc_var("int32")
+                staged = T.alloc_var("int32")
+                staged = -1
+                for round in T.serial(rounds):
+                    head = T.truncdiv(cta + round * num_ctas, tiles)
+                    tile = cta + round * num_ctas - head * tiles
+                    token = window_first + tile * queries
+                    tile = tile + T.truncdiv(window_first, queries)
+                    T.barrier_wait(tile_full[round % TILES], (round // TILES) & 1)
+                    num = tile_shared[round % TILES, 0]
+                    most = tile_shared[round % TILES, 1]
+                    if num > 0:
+                        T.barrier_wait(q_full, q_phase)
+                        q_phase = q_phase ^ 1
+                        T.barrier_wait(full[at[0]], at[1])
+                        T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
+                        k_stage = at[0]
+                        advance(at)
+                    # Only the thread that issued the last tile's stores waits here, and the stage is free once it
+                    # arrives too.
+                    if staged >= 0:
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(free[staged])
+                    for i in T.Parallel(ROWS):
+                        row_last[i] = tile_shared[round % TILES, 2 + queries + i // rows_per_query]
+                        row_slots[i] = T.if_then_else(
+                            i % rows_per_query < group, tile_shared[round % TILES, 2 + i // rows_per_query], 0
+                        )
+                        row_max[i] = LOWEST
+                    for s in T.serial(T.ceildiv(most, AHEAD)):
+                        for u in T.unroll(AHEAD):
+                            for i in T.Parallel(ROWS):
+                                if s * AHEAD + u < row_slots[i]:
+                                    row_max[i] = T.max(
+                                        row_max[i],
+                                        partial_lse[
+                                            token - window_first + i // rows_per_query,
+                                            s * AHEAD + u,
+                                            head * group + i % rows_per_query,
+                                        ],
+                                    )
+                    for i in T.Parallel(ROWS):
+                        row_max[i] = T.max(row_max[i] * LOG2_E / scale_log2, LOWEST)
+                    T.fill(O, 0.0)
+                    T.fill(row_sum, 0.0)
+                    for u in T.serial(num):
+                        key_row = shared[head, tile, u, 0]
+                        word = shared[head, tile, u, 1]
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[k_stage])
+                        if u == num - 1:
+                            T.barrier_arrive(q_free)
+                        if (word & CUT) != 0:
+                            for i in T.Parallel(ROWS):
+                                last[i] = T.if_then_else(
+                                    ((word >> (i // rows_per_query)) & 1) != 0, row_last[i] - key_row, -1
+                                )
+                            for i, j in T.Parallel(ROWS, block_size):
+                                S[i, j] = T.if_then_else(j <= last[i], S[i, j], -T.infinity("float32"))
+                        T.copy(row_max, before)
+                        T.reduce_max(S, row_max, dim=1, clear=False)
+                        for i in T.Parallel(ROWS):
+                            scale[i] = T.exp2((before[i] - row_max[i]) * scale_log2)
+                        for i, j in T.Parallel(ROWS, block_size):
+                            S[i, j] = T.exp2(S[i, j] * scale_log2 - row_max[i] * scale_log2)
+                        T.reduce_sum(S, block_sum, dim=1)
+                        for i in T.Parallel(ROWS):
+                            row_sum[i] = row_sum[i] * scale[i] + block_sum[i]
+                        T.copy(S, P)
+                        for i, j in T.Parallel(ROWS, head_dim):
+                            O[i, j] = O[i, j] * scale[i]
+                        T.barrier_wait(full[at[0]], at[1])
+                        if (word >> VALID_SHIFT) < block_size:
+                            # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+                            for i, j in T.Parallel(block_size, head_dim):
+                                if i >= (word >> VALID_SHIFT):
+                                    ring[at[0], i, j] = 0
+                            T.fence_proxy_async()
+                            T.sync_threads(8, 128)
+                        T.wgmma_gemm(P, ring[at[0], :, :], O, clear_accum=False)
+                        v_stage = at[0]
+                        advance(at)
+                        if u + 1 < num:
+                            T.barrier_wait(full[at[0]], at[1])
+                            T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
+                            k_stage = at[0]
+                            advance(at)
+                            T.wait_wgmma(1)
+                        else:
+                            T.wait_wgmma(0)
+                        T.barrier_arrive(free[v_stage])
+                    # Nothing is under way any more, but the compiler only sees it here where a tile has no blocks.
+                    T.wait_wgmma(0)
+                    for m in T.serial(T.ceildiv(most, parts)):
+                        if m > 0:
+                            T.barrier_arrive(free[staged])
+                        for i in T.Parallel(ROWS):
+                            scale[i] = 0.0
+                            before[i] = 0.0
+                            if m * parts < row_slots[i]:
+                                scale[i] = T.exp2(
+                                    partial_lse[
+                                        token - window_first + i // rows_per_query,
+                                        m * parts,
+                                        head * group + i % rows_per_query,
+                                    ]
+                                    * LOG2_E
+                                    - row_max[i] * scale_log2
+                                )
+                            if m * parts + parts - 1 < row_slots[i]:
+                                before[i] = T.exp2(
+                                    partial_lse[
+                                        token - window_first + i // rows_per_query,
+                                        m * parts + parts - 1,
+                                        head * group + i % rows_per_query,
+                                    ]
+                                    * LOG2_E
+                                    - row_max[i] * scale_log2
+                                )
+                        T.barrier_wait(full[at[0]], at[1])
+                        for part in T.unroll(parts):
+                            if part > 0:
+                                T.copy(before, scale)
+                            for i in T.Parallel(ROWS):
+                                row_sum[i] = row_sum[i] + scale[i]
+                            # Not `scale > 0`: a NaN has to come through.
+                            for i, j in T.Parallel(ROWS, head_dim):
+                                O[i, j] = O[i, j] + scale[i] * T.if_then_else(
+                                    scale[i] != 0.0, T.cast(ring[at[0], part * ROWS + i, j], "float32"), 0.0
+                                )
+                        staged = at[0]
+                        advance(at)
+                    for i in T.Parallel(ROWS):
+                        if token + i // rows_per_query < window_last and i % rows_per_query < group:
+                            lse[token + i // rows_per_query, head * group + i % rows_per_query] = T.if_then_else(
+                                row_sum[i] != 0.0,
+                                (row_max[i] * scale_log2 + T.log2(row_sum[i])) * LN_2,
+                                -T.infinity("float32"),
+                            )
+                    for i in T.Parallel(ROWS):
+                        scale[i] = T.if_then_else(row_sum[i] != 0.0, 1.0 / row_sum[i], 0.0)
+                    for i, j in T.Parallel(ROWS, head_dim):
+                        O[i, j] = O[i, j] * scale[i]
+                    T.copy(O, ring[staged, 0:ROWS, :])
+                    T.fence_proxy_async()
+                    T.sync_threads(8, 128)
+                    for r in T.unroll(queries):
+                        if token + r < window_last:
+                            for half in T.unroll(halves):
+                                T.tma_copy(
+                                    ring[
+                                        staged,
+                                        r * rows_per_query : r * rows_per_query + group,
+                                        half * 64 : half * 64 + 64,
+                                    ],
+                                    out[
+                                        token + r,
+                                        head * group : head * group + group,
+                                        half * 64 : half * 64 + 64,
+                                    ],
+                                )
+                T.tma_store_wait(0)
+
+    return main

@@ -1,0 +1,37 @@
+"""FP8: e4m3 (torch.float8_e4m3fn) with float32 scales. e5m2 has two bits of mantissa only and is refused everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # e4m3's largest number
+
+
+def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
+    """Round to e4m3 (to nearest even) so that the largest magnitude of each scale's values becomes e4m3's largest.
+
+    ``per`` is "tensor"; "head", for [T, H, D] or [pages, H, page, D]; or "token_head", one scale for each row along D:
+    [T, H] of queries [T, H, D], [Tk] of index keys [Tk, D]. Values must be finite; NaN stays NaN. Where all are 0 the
+    scale is 1.
+    """
+    if per not in PER:
+        raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
+    if per == "head" and tensor.dim() < 3:
+        raise ValueError(f"tensor: got shape {list(tensor.shape)}; wanted heads, [T, H, D] or [pages, H, page, D]")
+    values = tensor.to(torch.float32)
+    kept = {"tensor": (), "head": (HEADS,), "token_head": tuple(range(tensor.dim() - 1))}[per]
+    reduced = tuple(dim for dim in range(tensor.dim()) if dim not in kept)
+    shape = [tensor.shape[dim] for dim in kept]
+    if tensor.numel():
+        largest = values.abs().nan_to_num(nan=0.0).amax(reduced)
+        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    else:
+        scale = torch.ones(shape, device=tensor.device)
+    spread = scale.view([size if dim in kept else 1 for dim, size in enumerate(tensor.shape)])
+    return QuantizedTensor((values / spread).clamp(-LARGEST, LARGEST).to(FP8), scale)

@@ -1,0 +1,81 @@
+"""Hybrid attention as it is launched on CUDA: the launch code, with every kernel in the simulator."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from simulated_calls import Call, kernel
+
+from msa_tiles import reference
+from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.ops._where import Where
+from msa_tiles.runtime import CallFacts
+from msa_tiles.simulator import simulate
+from msa_tiles.verify import compare
+from msa_tiles.verify.hybrid import hybrid
+
+CPU = torch.device("cpu")
+
+
+def test_windows_fill_the_ctas() -> None:
+    # 264 CTAs take the tiles of 4 KV heads in turn: 264 queries a round.
+    assert _attention_kernels.even_window(32768, 4033, 4, 4, 264) == 3696
+    assert _attention_kernels.even_window(100, 4033, 4, 4, 264) == 264
+    assert _attention_kernels.even_window(100000, 50, 8, 1, 264) == 48
+    for total, most, tile, heads in ((32768, 4033, 4, 4), (131072, 4033, 4, 1), (9, 12, 8, 3), (77, 8, 8, 2)):
+        window = _attention_kernels.even_window(total, most, tile, heads, 264)
+        assert window % tile == 0 and 0 < window <= most
+
+
+@pytest.mark.parametrize("pages_per_block", [0, 2])
+def test_the_launch_code_gives_every_kernel_what_it_wants(
+    monkeypatch: pytest.MonkeyPatch, pages_per_block: int
+) -> None:
+    launched = []
+
+    def find(facts: CallFacts, backend: str, op: str, variant: dict[str, int]) -> Any:
+        def launch(*arguments: Any) -> None:
+            launched.append(op)
+            simulate(kernel(op, **variant), *arguments)
+
+        return launch
+
+    monkeypatch.setattr(_attention_kernels, "_find", find)
+    properties = types.SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    call = Call([(31, 150), (0, 70), (1, 1), (40, 200)], seed=3, pages_per_block=pages_per_block)
+    heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
+    q = call.tensor(call.total_q, heads * group, dim)
+    flat = call.tensor(call.total_k, heads, dim), call.tensor(call.total_k, heads, dim)
+    at, (k, v), where = call.place(block_size, *flat)
+    ids = call.source.selection(call.lengths, heads, topk, block_size, True)
+    out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
+    variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
+    facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
+    with hybrid(fill=1):
+        _attention_kernels.sparse_attention(
+            facts,
+            "auto",
+            q,
+            k,
+            v,
+            ids,
+            at,
+            block_size=block_size,
+            softmax_scale=0.2,
+            longest_k=200,
+            schedule=None,
+            workspace=None,
+            workspace_bytes=40 * _attention_kernels.bytes_per_query(topk, heads * group, dim),
+            out=out,
+            lse=lse,
+        )
+    assert launched == ["split_selection", "build_schedule", *["sparse_attention", "shared_attention"] * 2]
+    wanted, wanted_lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where
+    )
+    compare.numbers("lse", lse, wanted_lse, 2e-3)
+    compare.numbers("out", out.float(), wanted, 0.04)
