@@ -46,15 +46,6 @@ class Blocks:
         return found
 
     @cute.jit
-    def pages_of(self, page_table: cute.Tensor, request: Int32, block: Int32):
-        """The pages of a block of a request; nothing for flat keys."""
-        found = []
-        for p in cutlass.range_constexpr(self.pages_per_block):
-            entry = cutlass.min(block * self.pages_per_block + p, Int32(page_table.shape[1]) - 1)
-            found.append(page_table[request, entry])
-        return found
-
-    @cute.jit
     def load(
         self, atom: cute.CopyAtom, keys: cute.Tensor, row: Int32, pages, head: Int32, boxes: cute.Tensor,
         full: cute.Pointer,

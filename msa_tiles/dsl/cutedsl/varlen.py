@@ -20,24 +20,6 @@ def last_at_most(starts: cute.Tensor, value: Int32) -> Int32:
 
 
 @cute.jit
-def last_at_most_together(starts: cute.Tensor, value: Int32) -> Int32:
-    """The same below the last b, by all lanes of a warp: 32 places a round, so one round for as many requests."""
-    low = Int32(0)
-    count = Int32(cute.size(starts)) - 1
-    # starts[low] <= value, and the answer is one of `count` places from there on.
-    while count > 1:
-        step = (count + cute.arch.WARP_SIZE - 1) // cute.arch.WARP_SIZE
-        ahead = cute.arch.lane_idx() * step
-        reached = cutlass.Boolean(False)
-        if ahead < count:
-            reached = starts[low + ahead] <= value
-        ahead = (Int32(cute.arch.popc(cute.arch.vote_ballot_sync(reached))) - 1) * step
-        low = low + ahead
-        count = cutlass.min(count - ahead, step)
-    return low
-
-
-@cute.jit
 def last_tile_at_most(starts: cute.Tensor, tile: cutlass.Constexpr, value: Int32) -> Int32:
     """The same over starts[b] // tile + b: slots that hold every tile of every request, a few of them unused.
 

@@ -20,14 +20,3 @@ def copy_wide(source: cute.Tensor, target: cute.Tensor):
     """Eight elements from memory to registers or back, in one instruction."""
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), source.element_type, num_bits_per_copy=BYTES * 8)
     cute.copy(atom, source, target)
-
-
-@cute.jit
-def swizzled(tile: cute.Tensor, rows: cutlass.Constexpr, row: cutlass.Int32, place: cutlass.Int32) -> cute.Tensor:
-    """The same of a row of a tile in shared memory: [rows, columns] in panels of 64 columns, swizzled by 128 bytes."""
-    panel = 8 * VECTOR
-    column = (place % 8 ^ row % 8) * VECTOR
-    offset = (place // 8 * rows + row) * panel + column
-    start = tile.iterator.toint() + offset * tile.element_type.width // 8
-    aligned = cute.make_ptr(tile.element_type, start, tile.iterator.memspace, assumed_align=BYTES)
-    return cute.make_tensor(aligned, cute.make_layout(VECTOR))

@@ -55,6 +55,27 @@ def inclusive_sum(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
+def request_of(starts: cute.Tensor, token: Int32) -> Int32:
+    """The last request that begins at or before a token: 32 of them a round, so one round for as many.
+
+    starts ascends, with the end of the last request behind it; tokens past that end get the last request too.
+    """
+    low = Int32(0)
+    count = Int32(cute.size(starts)) - 1
+    # The answer is one of `count` places from `low` on.
+    while count > 1:
+        step = (count + WARP - 1) // WARP
+        ahead = cute.arch.lane_idx() * step
+        reached = Boolean(False)
+        if ahead < count:
+            reached = starts[low + ahead] <= token
+        ahead = cutlass.max(count_bits(ballot(reached)) - 1, 0) * step
+        low = low + ahead
+        count = cutlass.min(count - ahead, step)
+    return low
+
+
+@cute.jit
 def transpose(bits: Int32, lane: Int32) -> Int32:
     """Bit i of lane j moves to bit j of lane i."""
     for step in cutlass.range_constexpr(len(HALVES)):

@@ -1,4 +1,4 @@
-"""Products of tiles of 64 rows by one warpgroup, accumulated in registers."""
+"""Products of a 64-row tile by one warpgroup, accumulated in registers."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,15 +8,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 ROWS = 64  # what one wgmma takes
 
 
-def product(element, columns, right_major, left_source, left_major=OperandMajorMode.K):
+def product(element, columns, right_major, left_source):
     """The two multiplications of [ROWS, K] x [K, columns]: its first step, which forgets what was there, and the rest.
 
-    They serve several times as many rows as well. A multiplication that is told to accumulate inside dynamic control
-    flow would be a new value there: hence two.
+    A multiplication that is told to accumulate inside dynamic control flow would be a new value there: hence two.
     """
     first, rest = (
         hopper.make_trivial_tiled_mma(
-            element, element, left_major, right_major, cutlass.Float32, (1, 1, 1), (ROWS, columns), left_source
+            element, element, OperandMajorMode.K, right_major, cutlass.Float32, (1, 1, 1), (ROWS, columns), left_source
         )
         for _ in range(2)
     )
@@ -37,10 +36,10 @@ def operand_b(multiplications, tiles):
     return mma.make_fragment_B(mma.get_slice(0).partition_B(tiles))
 
 
-def accumulator(multiplications, columns, rows=ROWS):
-    """Registers of [rows, columns] float32. Only wgmma may write them: else the compiler waits for every product."""
+def accumulator(multiplications, columns):
+    """Registers of [ROWS, columns] float32. Only wgmma may write them: else the compiler waits for every product."""
     mma = multiplications[0]
-    return mma.make_fragment_C(mma.partition_shape_C((rows, columns)))
+    return mma.make_fragment_C(mma.partition_shape_C((ROWS, columns)))
 
 
 @cute.jit

@@ -23,7 +23,7 @@ from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
-from msa_tiles.dsl.cutedsl.vector import VECTOR, copy_wide, swizzled, wide
+from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
@@ -358,6 +358,15 @@ class DecodeScore:
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
             if row < rows:
-                copy_wide(got[None, i], swizzled(queries, ROWS, row, thread % chunks))
+                copy_wide(got[None, i], self.wide_of_tile(queries, row, thread % chunks))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+
+    @cute.jit
+    def wide_of_tile(self, queries: cute.Tensor, row: Int32, place: Int32) -> cute.Tensor:
+        """Elements 8 place to 8 place + 7 of a row of a tile: `wide` for panels of 64 columns, swizzled by 128 bytes."""
+        in_panel = tma.PANEL // VECTOR
+        offset = (place // in_panel * ROWS + row) * tma.PANEL + (place % in_panel ^ row % in_panel) * VECTOR
+        start = queries.iterator.toint() + offset * self.element.width // 8
+        aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
+        return cute.make_tensor(aligned, cute.make_layout(VECTOR))

@@ -21,14 +21,14 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import softmax, threshold, tma, wgmma
+from msa_tiles.dsl.cutedsl import softmax, threshold, tma, turned, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.topk import pick
-from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most_together, last_visible
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, first_bit
+from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
+from msa_tiles.dsl.cutedsl.warp import WARP, ballot, first_bit, request_of
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -40,7 +40,7 @@ WARP_ROWS = 16  # of 64 rows
 LIST = 64
 EARLY = 4  # scores of a thread that are read before it is known how many there are
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN.
-LOWEST = -3.0e38
+LOWEST = -1.0e30
 
 
 def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
@@ -282,7 +282,7 @@ class SparseDecode:
         """
         length = Int32(0)
         limit = Int32(-1)
-        request = last_at_most_together(cu_seqlens_q, token)
+        request = request_of(cu_seqlens_q, token)
         if token < cu_seqlens_q[cute.size(cu_seqlens_q) - 1]:
             length = key_length(cu_seqlens_k, seqused_k, use_seqused, request)
             end_token = cu_seqlens_q[request + 1]
@@ -305,6 +305,18 @@ class SparseDecode:
         return pick(seen, block, 0), ballot(seen)
 
     @cute.jit
+    def pages_of_lane(self, page_table: cute.Tensor, share: Share, block: Int32, seen: Int32):
+        """The pages of the lane's block; nothing for flat keys, and nothing is read where no lane has a block."""
+        found = []
+        for p in cutlass.range_constexpr(self.blocks.pages_per_block):
+            page = Int32(0)
+            if seen != 0:
+                entry = block * self.blocks.pages_per_block + p
+                page = page_table[share.request, cutlass.min(entry, Int32(page_table.shape[1]) - 1)]
+            found.append(page)
+        return found
+
+    @cute.jit
     def produce(
         self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor,
         page_table: cute.Tensor, cu_seqlens_k: cute.Tensor, shared: Shared, share: Share,
@@ -316,7 +328,7 @@ class SparseDecode:
         phase = Int32(1)
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
             block, left = self.blocks_of_lanes(shared, share, first)
-            pages = self.blocks.pages_of(page_table, share.request, block)
+            pages = self.pages_of_lane(page_table, share, block, left)
             while left != 0:
                 lane = first_bit(left)
                 left = left & (left - 1)
@@ -342,15 +354,14 @@ class SparseDecode:
         """A consumer warp, of rows 16 member to 16 member + 15 of every 64."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
-        source = warpgroup.OperandSource.SMEM
-        score = wgmma.product(self.element, self.columns, OperandMajorMode.K, source)
-        weigh = wgmma.product(self.element, self.columns, OperandMajorMode.K, source, OperandMajorMode.MN)
+        score = turned.product(self.element, self.columns, OperandMajorMode.K)
+        weigh = turned.product(self.element, self.columns, OperandMajorMode.MN)
         keys = wgmma.operand_a(score, shared.keys)
         queries = wgmma.operand_b(score, shared.queries)[None, None, None, 0]
         values = wgmma.operand_a(weigh, shared.values)
         weights = wgmma.operand_b(weigh, shared.weights)[None, None, None, 0]
-        S = wgmma.accumulator(score, self.columns, self.block_size)
-        part = wgmma.accumulator(weigh, self.columns, self.head_dim)
+        S = turned.accumulator(score, self.block_size, self.columns)
+        part = turned.accumulator(weigh, self.head_dim, self.columns)
         # What the products write only they may write: the running sum, which is rescaled, stands beside.
         O = cute.make_rmem_tensor(part.layout, Float32)
         O.fill(0.0)
@@ -362,8 +373,8 @@ class SparseDecode:
         row_sum.fill(0.0)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, self.columns // 4), self.element)
         staging = cute.make_tiled_copy_C(stmatrix, score[0]).get_slice(thread)
-        turned = cute.make_tensor(shared.weights.iterator, cute.select(shared.weights.layout, mode=[1, 0]))
-        staged = staging.partition_D(turned)
+        by_key = cute.make_tensor(shared.weights.iterator, cute.select(shared.weights.layout, mode=[1, 0]))
+        staged = staging.partition_D(by_key)
         first_row = member * WARP_ROWS + lane // 4
         stage = Int32(0)
         phase = Int32(0)
