@@ -186,7 +186,9 @@ def test_decode_topk(launched: list[str], place: Callable[..., dict]) -> None:
 
 @pytest.mark.parametrize("group", [16, 2])
 @pytest.mark.parametrize(("place", "make"), PLACES)
-def test_sparse_decode(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], group: int) -> None:
+def test_sparse_decode(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], group: int
+) -> None:
     where = place(make, 2, 128)
     k = where.pop("keys")
     ids = integers(2, 130, 3).transpose(0, 1).contiguous().transpose(0, 1)

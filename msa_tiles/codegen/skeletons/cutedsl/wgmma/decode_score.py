@@ -364,9 +364,9 @@ class DecodeScore:
 
     @cute.jit
     def wide_of_tile(self, queries: cute.Tensor, row: Int32, place: Int32) -> cute.Tensor:
-        """Elements 8 place to 8 place + 7 of a row of a tile: `wide` for panels of 64 columns, swizzled by 128 bytes."""
+        """Elements 8 place to 8 place + 7 of a row of a tile: like `wide`, for panels swizzled by 128 bytes."""
         in_panel = tma.PANEL // VECTOR
-        offset = (place // in_panel * ROWS + row) * tma.PANEL + (place % in_panel ^ row % in_panel) * VECTOR
+        offset = (place // in_panel * ROWS + row) * tma.PANEL + ((place ^ row) % in_panel) * VECTOR
         start = queries.iterator.toint() + offset * self.element.width // 8
         aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
         return cute.make_tensor(aligned, cute.make_layout(VECTOR))
