@@ -10,6 +10,7 @@ the same time: what a missing barrier does is not seen.
 from __future__ import annotations
 
 import builtins
+import collections
 import math
 import operator
 import struct
@@ -159,9 +160,19 @@ def _compact(shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(stride)
 
 
-def _empty(layout: Any, _element: Any = None) -> Tensor:
+def empty(layout: Any, _element: Any = None) -> Tensor:
+    """Memory that nobody wrote yet."""
     shape, stride = _compact(layout)
     return Tensor(Memory([None] * math.prod(shape)), 0, shape, stride)
+
+
+class _Meeting:
+    """What the threads of a group bring to the place where they meet."""
+
+    def __init__(self, size: int) -> None:
+        self.names: set[str] = set()
+        self.values: list[Any] = [None] * size
+        self.here: list[_Thread] = []
 
 
 class _Group:
@@ -169,7 +180,7 @@ class _Group:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.meetings: dict[int, dict[int, tuple[str, Any]]] = {}
+        self.meetings: dict[int, _Meeting] = {}
 
 
 class _Thread:
@@ -186,16 +197,18 @@ class _Thread:
         group = self.cta.group if whole else self.cta.warps[self.index // WARP]
         number = self.met[whole]
         self.met[whole] += 1
-        meeting = group.meetings.setdefault(number, {})
-        meeting[self.index] = (name, value)
-        self.cta.progress += 1
-        while len(meeting) < group.size:
-            self.cta.pass_on(self)
-        names = {name for name, _ in meeting.values()}
-        if len(names) > 1:
-            raise RuntimeError(f"threads that meet ask for {sorted(names)}")
-        group.meetings.pop(number - 1, None)
-        return [meeting[thread][1] for thread in sorted(meeting)]
+        meeting = group.meetings.setdefault(number, _Meeting(group.size))
+        meeting.names.add(name)
+        meeting.values[self.index % group.size] = value
+        if len(meeting.here) + 1 < group.size:
+            meeting.here.append(self)
+            self.cta.wait(self)
+        else:
+            del group.meetings[number]
+            self.cta.ready.extend(meeting.here)
+        if len(meeting.names) > 1:
+            raise RuntimeError(f"threads that meet ask for {sorted(meeting.names)}")
+        return meeting.values
 
 
 class _Cta:
@@ -207,9 +220,9 @@ class _Cta:
         self.warps = [_Group(WARP) for _ in range(threads // WARP)]
         self.shared: list[Tensor] = []
         self.threads = [_Thread(self, index) for index in range(threads)]
-        self.waiting = list(self.threads)
+        self.ready = collections.deque(self.threads)
+        self.left = threads
         self.error: BaseException | None = None
-        self.progress = self.seen = self.idle = 0
         self.done = threading.Semaphore(0)
 
     def run(self, function: Callable[..., None], arguments: Sequence[Any]) -> None:
@@ -219,44 +232,42 @@ class _Cta:
         ]
         for worker in workers:
             worker.start()
-        self.threads[0].turn.release()
+        self.ready.popleft().turn.release()
         self.done.acquire()
-        for thread in self.threads:  # those that wait after an error see it and end
+        for thread in self.threads:  # those that still wait after an error see it and end
             thread.turn.release()
         for worker in workers:
             worker.join()
         if self.error is not None:
             raise self.error
 
-    def _work(self, thread: _Thread, function: Callable[..., None], arguments: Sequence[Any]) -> None:
-        thread.turn.acquire()
-        _HERE.thread = thread
-        try:
-            if self.error is None:
-                function(*arguments)
-        except BaseException as error:
-            self.error = self.error or error
-        self.progress += 1
-        if self.error is not None or len(self.waiting) == 1:
-            self.done.release()
-            return
-        following = self._after(thread)
-        self.waiting.remove(thread)
-        following.turn.release()
-
-    def pass_on(self, thread: _Thread) -> None:
-        """Let the others run until it is this thread's turn again."""
-        self.idle = self.idle + 1 if self.progress == self.seen else 0
-        self.seen = self.progress
-        if self.idle > 2 * len(self.waiting):
+    def wait(self, thread: _Thread) -> None:
+        """Let others run until this thread is ready again."""
+        if not self.ready:
             raise RuntimeError("threads wait for others that never come")
-        self._after(thread).turn.release()
+        self.ready.popleft().turn.release()
         thread.turn.acquire()
         if self.error is not None:
             raise SystemExit
 
-    def _after(self, thread: _Thread) -> _Thread:
-        return self.waiting[(self.waiting.index(thread) + 1) % len(self.waiting)]
+    def _work(self, thread: _Thread, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+        thread.turn.acquire()
+        _HERE.thread = thread
+        if self.error is not None:
+            return
+        try:
+            function(*arguments)
+            self.left -= 1
+            if self.left and not self.ready:
+                raise RuntimeError("threads wait for others that never come")
+        except SystemExit:
+            return
+        except BaseException as error:
+            self.error = error
+        if self.error is not None or not self.left:
+            self.done.release()
+        else:
+            self.ready.popleft().turn.release()
 
 
 _HERE = threading.local()
@@ -272,6 +283,11 @@ def launch(function: Callable[..., None], arguments: Sequence[Any], grid: tuple[
         while len(block) < 3:
             block.append(Int32(0))
         _Cta(threads, tuple(block), (*grid, 1, 1)[:3]).run(function, arguments)
+
+
+def thread() -> int:
+    """The number of the thread that runs, in its CTA."""
+    return int(_HERE.thread.index)
 
 
 def _lane_values(name: str, value: Any, lane_of: Callable[[int], int]) -> Any:
@@ -307,11 +323,13 @@ def _range(*bounds: Any, unroll: int = 0) -> Iterator[Int32]:
     return map(Int32, range(*map(int, bounds)))
 
 
-class _Allocator:
+class Allocator:
+    """Hands out the CTA's shared memory, the same to every thread."""
+
     def allocate_tensor(self, _element: Any, layout: Any, _alignment: int = 16) -> Tensor:
         thread = _HERE.thread
         if thread.allocations == len(thread.cta.shared):
-            thread.cta.shared.append(_empty(layout))
+            thread.cta.shared.append(empty(layout))
         thread.allocations += 1
         return thread.cta.shared[thread.allocations - 1]
 
@@ -357,7 +375,7 @@ def _stand_in() -> types.ModuleType:
         "jit": lambda function: function,
         "kernel": lambda function: function,
         "make_layout": lambda shape, stride=None: _compact(shape) if stride is None else (shape, stride),
-        "make_rmem_tensor": _empty,
+        "make_rmem_tensor": empty,
         "make_tensor": lambda at, layout: Tensor(at.memory, at.offset, *_compact(layout)),
         "size": lambda tensor, mode=None: math.prod(tensor.shape[m] for m in mode or range(len(tensor.shape))),
         "domain_offset": lambda at, tensor: Tensor(
@@ -385,7 +403,7 @@ def _stand_in() -> types.ModuleType:
     }.items():
         setattr(cutlass, name, value)
     memory = _Anything("memory")
-    memory.SmemAllocator = _Allocator  # type: ignore[attr-defined]
+    memory.SmemAllocator = Allocator  # type: ignore[attr-defined]
     cutlass.memory = memory  # type: ignore[attr-defined]
     return cutlass
 
