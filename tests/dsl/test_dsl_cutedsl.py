@@ -18,7 +18,7 @@ from cutlass import Int32, cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from msa_tiles import reference  # noqa: E402
-from msa_tiles.dsl.cutedsl import topk, varlen  # noqa: E402
+from msa_tiles.dsl.cutedsl import topk, varlen, warp  # noqa: E402
 from msa_tiles.runtime.registry import default_registry  # noqa: E402
 
 CAPACITY = 8
@@ -83,12 +83,10 @@ def test_a_list_holds_the_best(order: int, k: int, init: int, local: int) -> Non
 
 
 def test_bits_below() -> None:
-    _, module = kernel_of("topk_select", topk=16)
-
     @cute.jit
     def masks(counts: cute.Tensor, out: cute.Tensor):
         for i in cutlass.range(cute.size(counts)):
-            out[i] = module.bits_below(counts[i])
+            out[i] = warp.bits_below(counts[i])
 
     counts = torch.tensor([-(2**31), -1, 0, 1, 5, 31, 32, 33, 2**31 - 1], dtype=torch.int32)
     out = int32(len(counts))

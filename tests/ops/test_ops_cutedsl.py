@@ -165,6 +165,61 @@ def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
 
 
 @pytest.mark.parametrize(("place", "make"), PLACES)
+def test_decode_score(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    where = place(make, None, 128)
+    idx_k = where.pop("keys")
+    ops.decode_score(make(130, 4, 128), idx_k, **where)
+    ops.decode_score(make(130, 3, 128), idx_k, layout="token_major", causal=False, **where)
+    assert launched == ["decode_score"] * 2
+
+
+@pytest.mark.parametrize("place", [flat, packed])
+def test_decode_topk(launched: list[str], place: Callable[..., dict]) -> None:
+    where = place(normal, None, 128)
+    del where["keys"]
+    ops.decode_topk(torch.zeros(4, 130, 2), 16, **where)
+    wide = torch.zeros(130, 4, 7).transpose(0, 1)[..., 1:3]
+    ops.decode_topk(wide, 5, num_kv_heads=2, order="score", out=integers(2, 130, 5), **where)
+    ops.decode_topk(wide, 64, num_valid_blocks=integers(130), **where)
+    assert launched == ["decode_topk"] * 3
+
+
+@pytest.mark.parametrize("group", [16, 2])
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_sparse_decode(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], group: int
+) -> None:
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    ids = integers(2, 130, 3).transpose(0, 1).contiguous().transpose(0, 1)
+    ops.sparse_decode(make(130, 2 * group, 128), k, k, ids, **where)
+    buffers = {"out": strided(130, 2 * group, 128), "lse": torch.zeros(130, 4 * group)[:, : 2 * group]}
+    # With room for no partial result there is one split, which writes into the caller's buffers.
+    ops.sparse_decode(make(130, 2 * group, 128), k, k, ids, return_lse=True, workspace=1, **buffers, **where)
+    assert launched == ["sparse_decode"] * 2
+
+
+def test_sparse_decode_in_splits(launched: list[str]) -> None:
+    where = {"cu_seqlens_q": integers(3), "page_table": integers(2, 9), "seqused_k": integers(2), "max_seqlen_k": 1000}
+    cache = normal(6, 128, 2, 256).transpose(1, 2)
+    k, v = cache.split(128, -1)
+    ops.sparse_decode(normal(2, 32, 128), k, v, integers(2, 2, 16), **where)
+    assert launched == ["sparse_decode", "combine"]
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_msa_decode(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    """Ids are chosen inside sparse_decode; few rows are split and merged, many are not."""
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    idx_k = place(make, None, 128)["keys"]
+    ops.msa_decode(make(130, 32, 128), k, k, make(130, 4, 128), idx_k, 16, **where)
+    ids = torch.zeros(130, 2, 5, dtype=torch.int32).transpose(0, 1)
+    ops.msa_decode(make(130, 32, 128), k, k, make(130, 2, 128), idx_k, 5, block_indices=ids, init_blocks=1, **where)
+    assert [name for name in launched if name != "combine"] == ["decode_score", "sparse_decode"] * 2
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
 def test_sparse_attention(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, 2, 128)
     k = where.pop("keys")
