@@ -36,11 +36,11 @@ class Candidates:
         self.waiting = cute.make_rmem_tensor(1, Int32)
         self.positive = cute.make_rmem_tensor(1, Int32)  # whether the bounds of all lanes of the warp are above 0
 
-    @staticmethod
-    def queues(memory, warps):
-        """Shared memory for the queues of these warps: [WAITING, lane, warp]."""
-        layout = cute.make_layout((WAITING, 32, warps), stride=(32, 1, 32 * WAITING))
-        return memory.allocate_tensor(Int64, layout, 128)
+
+def allocate(memory, warps):
+    """Shared memory for the queues of these warps: [WAITING, lane, warp]."""
+    layout = cute.make_layout((WAITING, 32, warps), stride=(32, 1, 32 * WAITING))
+    return memory.allocate_tensor(Int64, layout, 128)
 
 
 @cute.jit

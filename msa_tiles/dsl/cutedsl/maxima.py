@@ -24,72 +24,69 @@ def tile_maxima(
     as any negative number. NaN is ignored, and -inf is the maximum of nothing. Key j of the block is multiplied by
     scales[j], in shared memory; scales is None where keys have none.
     """
-    factors = key_factors(scales, lane) if cutlass.const_expr(scales is not None) else None
     first = -Float32.inf
     second = -Float32.inf
     unsure = Boolean(True)
     if (positive != 0) & (not cut):
-        first_bits = integer_maximum(columns_of(scores, factors, 0))
-        second_bits = integer_maximum(columns_of(scores, factors, 1))
+        first_bits, second_bits = integer_maxima(scores, scales, lane)
         first = first_bits.bitcast(Float32)
         second = second_bits.bitcast(Float32)
         # NaN is above all numbers here.
         unsure = cute.arch.vote_any_sync(cutlass.max(first_bits, second_bits) > INFINITY_BITS)
     if unsure:
         if cut:
-            first = maximum(columns_of(scores, factors, 0), limits[0] - first_key - lane % 4 * 2)
-            second = maximum(columns_of(scores, factors, 1), limits[1] - first_key - lane % 4 * 2)
+            rooms = [limits[half] - first_key - lane % 4 * 2 for half in range(2)]
+            first, second = maxima(scores, scales, rooms, lane)
         else:
-            first = maximum(columns_of(scores, factors, 0), None)
-            second = maximum(columns_of(scores, factors, 1), None)
+            first, second = maxima(scores, scales, None, lane)
     return first, second
 
 
-def key_factors(scales, lane):
-    """The scales of this lane's columns, in their order."""
-    pairs = cute.make_tensor(
-        cute.recast_ptr(scales.iterator, dtype=Int64), cute.make_layout((4, cute.size(scales) // 8), stride=(1, 4))
-    )
-    factors = []
-    for j in range(cute.size(scales) // 8):
-        pair = pairs[lane % 4, j]
-        factors += [Int32(pair).bitcast(Float32), Int32(pair >> 32).bitcast(Float32)]
-    return factors
+def columns(scores, scales, lane):
+    """This lane's scores, two neighbouring columns after the other: pairs of both rows.
+
+    The tile is only read, as `scores.fold` explains. Scales are read where they are used, for the sake of registers.
+    """
+    if scales is not None:
+        pairs = cute.make_tensor(
+            cute.recast_ptr(scales.iterator, dtype=Int64), cute.make_layout((4, cute.size(scales) // 8), stride=(1, 4))
+        )
+    for j in range(cute.size(scores) // 4):
+        found = [[scores[(column, half, j), 0, 0] for column in range(2)] for half in range(2)]
+        if scales is not None:
+            pair = pairs[lane % 4, j]
+            factors = Int32(pair).bitcast(Float32), Int32(pair >> 32).bitcast(Float32)
+            found = [[score * factor for score, factor in zip(row, factors, strict=True)] for row in found]
+        yield found
 
 
-def columns_of(scores, factors, half):
-    """This lane's scores in one of its rows. The tile is only read, as `scores.fold` explains."""
-    found = [scores[(column, half, j), 0, 0] for j in range(cute.size(scores) // 4) for column in range(2)]
-    if factors is None:
-        return found
-    return [score * factor for score, factor in zip(found, factors, strict=True)]
+def maxima(scores, scales, rooms, lane):
+    """The maxima of both rows, over the columns up to rooms[half], or all of them for None."""
+    # Two chains a row, so that one maximum need not wait for the last.
+    chains = [[-Float32.inf, -Float32.inf], [-Float32.inf, -Float32.inf]]
+    for j, pairs in enumerate(columns(scores, scales, lane)):
+        for half, pair in enumerate(pairs):
+            for column, score in enumerate(pair):
+                seen = score if rooms is None else choose(rooms[half] >= 8 * j + column, score, -Float32.inf)
+                chains[half][column] = cute.arch.fmax(chains[half][column], seen)
+    return cute.arch.fmax(*chains[0]), cute.arch.fmax(*chains[1])
 
 
-def maximum(columns, room):
-    """The maximum of the columns of a row, those up to `room` of them, or all of them for None."""
-    # Two chains, so that one maximum need not wait for the last.
-    chains = [-Float32.inf, -Float32.inf]
-    for number, column in enumerate(columns):
-        score = column
-        if room is not None:
-            score = choose(room >= number // 2 * 8 + number % 2, score, -Float32.inf)
-        chains[number % 2] = cute.arch.fmax(chains[number % 2], score)
-    return cute.arch.fmax(*chains)
-
-
-def integer_maximum(columns):
-    """The maximum of the bits of the columns of a row. Two dependent maxima become one instruction."""
-    bits = [column.bitcast(Int32) for column in columns]
-    chains = bits[:2]
-    for number in range(2, len(bits) - 2, 4):
-        for chain in range(2):
-            pair = bits[number + 2 * chain : number + 2 * chain + 2]
-            chains[chain] = cutlass.max(cutlass.max(chains[chain], pair[0]), pair[1])
-    rest = bits[2 + (len(bits) - 4) // 4 * 4 :]
-    highest = cutlass.max(*chains)
-    for value in rest:
-        highest = cutlass.max(highest, value)
-    return highest
+def integer_maxima(scores, scales, lane):
+    """The maxima of the bits of both rows. Two maxima that follow each other become one instruction."""
+    chains = [[], []]
+    left = []
+    for j, pairs in enumerate(columns(scores, scales, lane)):
+        for half, pair in enumerate(pairs):
+            bits = [score.bitcast(Int32) for score in pair]
+            if j == 0:
+                chains[half].append(bits[0])
+                left.append(bits[1])
+            elif j == 1:
+                chains[half].append(cutlass.max(*bits))
+            else:
+                chains[half][j % 2] = cutlass.max(cutlass.max(chains[half][j % 2], bits[0]), bits[1])
+    return [cutlass.max(cutlass.max(*chain), last) for chain, last in zip(chains, left, strict=True)]
 
 
 @cute.jit

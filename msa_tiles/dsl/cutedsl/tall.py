@@ -45,8 +45,9 @@ class TallIndexer(Indexer):
         self.query_bytes = self.tile * heads * head_dim * self.element.width // 8
 
     def arguments(self, out_element, scalars):
-        """The same with q_scale [total_q, num_index_heads] and k_scale, which is a vector that nobody reads, or has
-        the rows of the keys.
+        """The same with q_scale [total_q, num_index_heads] and k_scale, which has the rows of the keys.
+
+        Without key_scales k_scale is some vector that nobody reads.
         """
         plain = super().arguments(out_element, scalars)
         scales = []
@@ -187,9 +188,7 @@ class TallIndexer(Indexer):
 
     def operands(self, sQ, sK):
         """The two multiplications (the first step of a product, the steps after it) and their operands in smem."""
-        multiplications = wgmma.product(
-            self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM
-        )
+        multiplications = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         return multiplications, wgmma.operand_a(multiplications, sQ), wgmma.operand_b(multiplications, sK)
 
     @cute.jit
@@ -210,27 +209,26 @@ class TallIndexer(Indexer):
             query_scale[row, r] = scale
 
     @cute.jit
-    def tall_limits(
+    def sight(
         self, q_positions: cute.Tensor, use_positions: Int32, first_token: Int32, end_token: Int32,
-        first_limit: Int32, length: Int32, thread: Int32,
+        first_limit: Int32, length: Int32, warp: Int32,
     ):  # fmt: skip
-        """`row_limits` of the upper and of the lower tile: the limits of two rows each, and the two numbers of blocks."""
-        limits = []
-        full_blocks = []
+        """What `row_limits` says of the upper and of the lower tile; warp counts in the warpgroup."""
+        thread = warp * 32 + cute.arch.lane_idx()
+        found = []
         for tile in cutlass.range_constexpr(2):
-            of_tile, full = self.row_limits(
-                q_positions, use_positions, first_token + tile * ROWS, end_token, first_limit + tile * ROWS, length,
-                thread,
-            )  # fmt: skip
-            limits.append(of_tile)
-            full_blocks.append(full)
-        return limits, full_blocks
+            first = tile * ROWS
+            found.append(
+                self.row_limits(
+                    q_positions, use_positions, first_token + first, end_token, first_limit + first, length, thread
+                )
+            )
+        return found
 
     @cute.jit
     def score_blocks(
-        self, operands, group: Int32, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        key_scale: cute.Tensor, query_scale: cute.Tensor, limits, full_blocks, num_blocks: Int32, lane: Int32,
-        thread: Int32, row,
+        self, operands, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer, key_scale: cute.Tensor,
+        query_scale: cute.Tensor, warp: Int32, sight, num_blocks: Int32, row,
     ):  # fmt: skip
         """Two score tiles: the upper one is reduced while the lower one is multiplied, then the other way round.
 
@@ -240,7 +238,8 @@ class TallIndexer(Indexer):
         lower = wgmma.accumulator(operands[0], self.block_size)
         upper_max = cute.make_rmem_tensor(2, Float32)
         lower_max = cute.make_rmem_tensor(2, Float32)
-        first_tile = group * 2 * self.heads
+        lane = cute.arch.lane_idx()
+        first_tile = warp // WARPS * 2 * self.heads
         last = self.heads - 1
         stage = Int32(0)
         phase = Int32(0)
@@ -253,14 +252,12 @@ class TallIndexer(Indexer):
             if next_stage == self.stages:
                 next_stage = Int32(0)
                 phase = phase ^ 1
+            scales = key_scale[None, stage]
             # Not unrolled: the compiler would keep the addresses of every head's queries in registers.
             for r in cutlass.range(self.heads, unroll=1):
                 warpgroup.wait_group(0)
                 self.multiply(operands, first_tile + self.heads + r, stage, lower)
-                self.reduce(
-                    upper, upper_max, 0, key_scale, stage, query_scale, group, r, limits, full_blocks, block, lane,
-                    thread, row,
-                )  # fmt: skip
+                self.reduce(upper, upper_max, 0, sight[0], scales, query_scale, warp, r, block, row)
                 following = first_tile + r + 1
                 following_stage = stage
                 if r == last:
@@ -274,10 +271,7 @@ class TallIndexer(Indexer):
                         self.release(k_free + stage, lane)
                 # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
                 self.multiply(operands, following, following_stage, upper)
-                self.reduce(
-                    lower, lower_max, 1, key_scale, stage, query_scale, group, r, limits, full_blocks, block, lane,
-                    thread, row,
-                )  # fmt: skip
+                self.reduce(lower, lower_max, 1, sight[1], scales, query_scale, warp, r, block, row)
             if cutlass.const_expr(self.key_scales):
                 # The scales lie in the stage until both tiles are reduced.
                 cute.arch.sync_warp()
@@ -288,55 +282,55 @@ class TallIndexer(Indexer):
 
     @cute.jit
     def score_blocks_singly(
-        self, operands, group: Int32, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        key_scale: cute.Tensor, query_scale: cute.Tensor, limits, full_blocks, num_blocks: Int32, lane: Int32,
-        thread: Int32, row,
+        self, operands, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer, key_scale: cute.Tensor,
+        query_scale: cute.Tensor, warp: Int32, sight, num_blocks: Int32, row,
     ):  # fmt: skip
         """The same with one score tile, for lists that leave no registers for a second one."""
         scores = wgmma.accumulator(operands[0], self.block_size)
-        upper_max = cute.make_rmem_tensor(2, Float32)
-        lower_max = cute.make_rmem_tensor(2, Float32)
-        first_tile = group * 2 * self.heads
+        both = (cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
+        lane = cute.arch.lane_idx()
+        first_tile = warp // WARPS * 2 * self.heads
         stage = Int32(0)
         phase = Int32(0)
         if num_blocks > 0:
             cute.arch.mbarrier_wait(q_full, 0)
         for block in cutlass.range(num_blocks, unroll=1):
             cute.arch.mbarrier_wait(k_full + stage, phase)
+            scales = key_scale[None, stage]
             for tile in cutlass.range_constexpr(2):
-                tile_max = upper_max if cutlass.const_expr(tile == 0) else lower_max
                 for r in cutlass.range(self.heads, unroll=1):
                     self.multiply(operands, first_tile + tile * self.heads + r, stage, scores)
                     warpgroup.wait_group(0)
-                    self.reduce(
-                        scores, tile_max, tile, key_scale, stage, query_scale, group, r, limits, full_blocks, block,
-                        lane, thread, row,
-                    )  # fmt: skip
+                    self.reduce(scores, both[tile], tile, sight[tile], scales, query_scale, warp, r, block, row)
             cute.arch.sync_warp()
             self.release(k_free + stage, lane)
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
-            self.finish_block(row, block, maxima.row_of_lane(upper_max, lower_max, lane))
+            self.finish_block(row, block, maxima.row_of_lane(*both, lane))
 
     @cute.jit
     def reduce(
-        self, scores: cute.Tensor, tile_max: cute.Tensor, tile: cutlass.Constexpr, key_scale: cute.Tensor,
-        stage: Int32, query_scale: cute.Tensor, group: Int32, head: Int32, limits, full_blocks, block: Int32,
-        lane: Int32, thread: Int32, row,
+        self, scores: cute.Tensor, tile_max: cute.Tensor, tile: cutlass.Constexpr, sight, scales: cute.Tensor,
+        query_scale: cute.Tensor, warp: Int32, head: Int32, block: Int32, row,
     ):  # fmt: skip
-        """Maxima of one head's score tile, the upper or lower one, into tile_max; over the heads of a group so far."""
-        scales = key_scale[None, stage] if cutlass.const_expr(self.key_scales) else None
+        """The row maxima of one head in the upper or the lower tile -> tile_max, where those of the heads before are.
+
+        scales are the keys' of this block, sight is the tile's.
+        """
+        lane = cute.arch.lane_idx()
+        limits, full_blocks = sight
         found = maxima.tile_maxima(
-            scores, scales, limits[tile], block * self.block_size, block >= full_blocks[tile], row.positive[0], lane
-        )
+            scores, scales if cutlass.const_expr(self.key_scales) else None, limits, block * self.block_size,
+            block >= full_blocks, row.positive[0], lane,
+        )  # fmt: skip
         for half in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.heads == 1):
                 tile_max[half] = found[half]
             else:
-                place = group * TALL + tile * ROWS + thread // 32 * 16 + half * 8 + lane // 4
-                # Positive, so that a row is multiplied once, after its maximum is taken.
+                place = warp // WARPS * TALL + tile * ROWS + warp % WARPS * 16 + half * 8 + lane // 4
+                # Scales are positive, so that a row is multiplied once, after its maximum is taken.
                 scaled = found[half] * query_scale[place, head]
                 if head > 0:
                     scaled = cute.arch.fmax(scaled, tile_max[half])

@@ -13,17 +13,16 @@ to nobody. The parts that index_score shares stand in msa_tiles.dsl.cutedsl.inde
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32  # % if precision.scale
-from cutlass import Int32  # % if not precision.scale
+from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from msa_tiles.dsl.cutedsl import candidates, maxima  # % if precision.scale
+from msa_tiles.dsl.cutedsl import candidates  # % if precision.scale
 from msa_tiles.dsl.cutedsl import topk as top
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if not precision.scale
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer  # % if not precision.scale
-from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS  # % if precision.scale
+from msa_tiles.dsl.cutedsl.maxima import place_of_lane  # % if precision.scale
 from msa_tiles.dsl.cutedsl.scores import row_of_lane  # % if not precision.scale
-from msa_tiles.dsl.cutedsl.tall import TALL, TallIndexer  # % if precision.scale
+from msa_tiles.dsl.cutedsl.tall import TALL, WARPS, TallIndexer  # % if precision.scale
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -31,21 +30,7 @@ STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
-# % if not precision.scale
-
-
-def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
-    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
-
-    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
-    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
-    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
-
-    Returns the entry point and stand-ins for its arguments.
-    """
-    kernel = SelectBlocks(head_dim, block_size, topk, heads_per_group, pages_per_block)
-    return kernel, kernel.arguments(Int32, scalars=5)
-    # % else
+# % if precision.scale
 
 
 def select_blocks(
@@ -63,15 +48,13 @@ def select_blocks(
     """
     kernel = SelectBlocks(head_dim, block_size, topk, heads_per_group, pages_per_block, key_scales)
     return kernel, kernel.arguments(Int32, scalars=6)
-    # % endif
 
 
-# % if precision.scale
 class SelectBlocks(TallIndexer):
     """Warps
-      warpgroups 0 .. CONSUMERS-1   128 query rows each, as two tiles: S = Q K^T of one KV block, row maxima, top-k lists
-      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage; with
-                                    key_scales its second warp: the scales of these keys
+      warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
+      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
+                                    its second warp, with key_scales: the scales of these keys
 
     Pipelines (name: depth, arrivals)
       q_full: 1, 1 producer thread + TMA bytes
@@ -95,7 +78,106 @@ class SelectBlocks(TallIndexer):
         )  # fmt: skip
         self.topk = topk
 
-    # % else
+    @cute.jit
+    def __call__(
+        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, q_scale: cute.Tensor,
+        k_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32, use_q_scale: Int32,
+        init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
+    ):  # fmt: skip
+        """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
+        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
+        self.kernel(
+            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, q_scale, k_scale,
+            out, use_seqused, use_positions, use_q_scale, init_blocks, local_blocks, order,
+        ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
+        q_scale: cute.Tensor, k_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32,
+        use_q_scale: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
+    ):  # fmt: skip
+        head, slot_reversed, _ = cute.arch.block_idx()
+        _, slots, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first_producer = self.consumers * WARPS
+        memory = SmemAllocator()
+        sQ, sK, key_scale, query_scale, q_full, k_full, k_free = self.prepare(memory, q_atom, k_atom)
+        queues = candidates.allocate(memory, first_producer)
+        request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
+            slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
+            use_seqused, use_positions, Int32(1),
+        )  # fmt: skip
+        if first_token < end_token:
+            if warp >= first_producer:
+                cute.arch.setmaxregister_decrease(self.producer_registers)
+                if warp == first_producer:
+                    self.produce(
+                        q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
+                        request, first_token, num_blocks,
+                    )  # fmt: skip
+                if cutlass.const_expr(self.key_scales):
+                    if warp == first_producer + 1:
+                        self.produce_scales(
+                            k_scale, key_scale, k_full, k_free, page_table, cu_seqlens_k, request, num_blocks
+                        )
+            else:
+                cute.arch.setmaxregister_increase(self.consumer_registers)
+                rows = warp // WARPS * TALL
+                self.consume(
+                    sQ, sK, q_full, k_full, k_free, key_scale, query_scale, queues[None, cute.arch.lane_idx(), warp],
+                    warp, head, first_token + rows, end_token, first_limit + rows, length, num_blocks, q_positions,
+                    use_positions, q_scale, use_q_scale, init_blocks, local_blocks, order, out,
+                )  # fmt: skip
+
+    @cute.jit
+    def consume(
+        self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
+        key_scale: cute.Tensor, query_scale: cute.Tensor, queue: cute.Tensor, warp: Int32, head: Int32,
+        first_token: Int32, end_token: Int32, first_limit: Int32, length: Int32, num_blocks: Int32,
+        q_positions: cute.Tensor, use_positions: Int32, q_scale: cute.Tensor, use_q_scale: Int32,
+        init_blocks: Int32, local_blocks: Int32, order: Int32, out: cute.Tensor,
+    ):  # fmt: skip
+        """The 128 rows of one warpgroup; first_token and first_limit are its own, warp counts in the CTA."""
+        place = place_of_lane(warp % WARPS, cute.arch.lane_idx())
+        token = first_token + place
+        inside = cutlass.min(token, end_token - 1)
+        limit = last_visible(q_positions, use_positions, inside, first_token, first_limit, length)
+        valid = cutlass.max(limit + self.block_size, 0) // self.block_size
+        if cutlass.const_expr(self.heads > 1):
+            self.read_query_scales(q_scale, use_q_scale, query_scale, inside, head, warp // WARPS * TALL + place)
+        row = candidates.Candidates(queue, self.topk, valid, init_blocks, local_blocks)
+        candidates.start(row)
+        sight = self.sight(q_positions, use_positions, first_token, end_token, first_limit, length, warp % WARPS)
+        operands = self.operands(sQ, sK)
+        score = self.score_blocks if cutlass.const_expr(self.topk <= 32) else self.score_blocks_singly
+        score(operands, q_full, k_full, k_free, key_scale, query_scale, warp, sight, num_blocks, row)
+        candidates.settle(row)
+        if token < end_token:
+            top.emit(row.keys, row.ids, valid, Int32(out.shape[2]), order, out[head, token, None])
+
+    @cute.jit
+    def finish_block(self, row, block: Int32, score: cutlass.Float32):
+        """Offer the score of a block to the list of this lane's row."""
+        candidates.offer(row, score, block)
+        # % else
+
+
+def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
+    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
+
+    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
+    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
+    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+
+    Returns the entry point and stand-ins for its arguments.
+    """
+    kernel = SelectBlocks(head_dim, block_size, topk, heads_per_group, pages_per_block)
+    return kernel, kernel.arguments(Int32, scalars=5)
+
+
 class SelectBlocks(Indexer):
     """Warps
       warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
@@ -121,54 +203,31 @@ class SelectBlocks(Indexer):
         )  # fmt: skip
         self.topk = topk
 
-    # % endif
     @cute.jit
     def __call__(
         self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        # % if precision.scale
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, q_scale: cute.Tensor,
-        k_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32, use_q_scale: Int32,
-        init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
-        # % else
         cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
         use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
-        # % endif
     ):  # fmt: skip
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
         q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
         self.kernel(
-            # % if precision.scale
-            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, q_scale, k_scale,
-            out, use_seqused, use_positions, use_q_scale, init_blocks, local_blocks, order,
-            # % else
             q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, init_blocks, local_blocks, order,
-            # % endif
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
         cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        # % if precision.scale
-        q_scale: cute.Tensor, k_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32,
-        use_q_scale: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
-        # % else
         out: cute.Tensor, use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
         order: Int32,
-        # % endif
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, _ = cute.arch.block_idx()
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # % if precision.scale
-        memory = SmemAllocator()
-        sQ, sK, key_scale, query_scale, q_full, k_full, k_free = self.prepare(memory, q_atom, k_atom)
-        queues = candidates.Candidates.queues(memory, self.consumers * GROUP // 32)
-        # % else
         sQ, sK, q_full, k_full, k_free = self.prepare(SmemAllocator(), q_atom, k_atom)
-        # % endif
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
@@ -181,69 +240,15 @@ class SelectBlocks(Indexer):
                         q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
                         request, first_token, num_blocks,
                     )  # fmt: skip
-                # % if precision.scale
-                if cutlass.const_expr(self.key_scales):
-                    if warp == self.consumers * GROUP // 32 + 1:
-                        self.produce_scales(
-                            k_scale, key_scale, k_full, k_free, page_table, cu_seqlens_k, request, num_blocks
-                        )
-                # % endif
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 group = warp // 4
-                # % if precision.scale
-                self.consume(
-                    sQ, sK, q_full, k_full, k_free, key_scale, query_scale, queues[None, thread % 32, warp], group,
-                    thread % GROUP, head, first_token + group * TALL, end_token, first_limit + group * TALL, length,
-                    num_blocks, q_positions, use_positions, q_scale, use_q_scale, init_blocks, local_blocks, order,
-                    out,
-                )  # fmt: skip
-                # % else
                 self.consume(
                     sQ, sK, q_full, k_full, k_free, group, thread % GROUP, head, first_token + group * ROWS, end_token,
                     first_limit + group * ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
                     local_blocks, order, out,
                 )  # fmt: skip
-                # % endif
 
-    # % if precision.scale
-    @cute.jit
-    def consume(
-        self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        key_scale: cute.Tensor, query_scale: cute.Tensor, queue: cute.Tensor, group: Int32, thread: Int32,
-        head: Int32, first_token: Int32, end_token: Int32, first_limit: Int32, length: Int32, num_blocks: Int32,
-        q_positions: cute.Tensor, use_positions: Int32, q_scale: cute.Tensor, use_q_scale: Int32,
-        init_blocks: Int32, local_blocks: Int32, order: Int32, out: cute.Tensor,
-    ):  # fmt: skip
-        """The 128 rows of one warpgroup; first_token and first_limit are its own, thread counts in it."""
-        lane = cute.arch.lane_idx()
-        place = maxima.place_of_lane(thread // 32, lane)
-        token = first_token + place
-        inside = cutlass.min(token, end_token - 1)
-        limit = last_visible(q_positions, use_positions, inside, first_token, first_limit, length)
-        valid = cutlass.max(limit + self.block_size, 0) // self.block_size
-        if cutlass.const_expr(self.heads > 1):
-            self.read_query_scales(q_scale, use_q_scale, query_scale, inside, head, group * TALL + place)
-        row = candidates.Candidates(queue, self.topk, valid, init_blocks, local_blocks)
-        candidates.start(row)
-        limits, full_blocks = self.tall_limits(
-            q_positions, use_positions, first_token, end_token, first_limit, length, thread
-        )
-        operands = self.operands(sQ, sK)
-        score = self.score_blocks if cutlass.const_expr(self.topk <= 32) else self.score_blocks_singly
-        score(
-            operands, group, q_full, k_full, k_free, key_scale, query_scale, limits, full_blocks, num_blocks, lane,
-            thread, row,
-        )  # fmt: skip
-        candidates.settle(row)
-        if token < end_token:
-            top.emit(row.keys, row.ids, valid, Int32(out.shape[2]), order, out[head, token, None])
-
-    @cute.jit
-    def finish_block(self, row, block: Int32, score: Float32):
-        """Offer the score of a block to the list of this lane's row."""
-        candidates.offer(row, score, block)
-    # % else
     @cute.jit
     def consume(
         self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
@@ -280,4 +285,4 @@ class SelectBlocks(Indexer):
         key = top.forced_key(key, block, valid, init_blocks, local_blocks)
         # An invisible block ranks with the empty entries and never gets in.
         top.insert(keys, ids, top.pick(block < valid, key, top.EMPTY), block)
-    # % endif
+        # % endif
