@@ -201,12 +201,16 @@ class TallIndexer(Indexer):
     def read_query_scales(
         self, q_scale: cute.Tensor, use_q_scale: Int32, query_scale: cute.Tensor, token: Int32, head: Int32, row: Int32
     ):
-        """The scales of one row for the heads of its group, 1 without; row counts in the tile of the CTA."""
+        """Store the scales of one row, or 1, for the heads of its group; row counts in the tile of the CTA.
+
+        The lanes of a warp call it for the rows of their warp, which then are there for all of them.
+        """
         for r in cutlass.range_constexpr(self.heads):
             scale = Float32(1)
             if use_q_scale != 0:
                 scale = q_scale[token, head * self.heads + r]
             query_scale[row, r] = scale
+        cute.arch.sync_warp()
 
     @cute.jit
     def sight(
