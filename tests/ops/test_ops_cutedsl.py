@@ -18,6 +18,7 @@ from torch import Tensor
 
 from msa_tiles import ops, runtime
 from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.quant import FP8
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.dispatch import fit_variant
@@ -27,7 +28,8 @@ from msa_tiles.runtime.registry import default_registry
 pytestmark = pytest.mark.slow
 
 NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
-CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}  # DLPack's (type code, bits)
+# DLPack's (type code, bits).
+CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), FP8: (10, 8)}
 CUDA = 2  # DLPack's device type
 # Integers may begin anywhere. Requests of one, no, four and 125 tokens.
 LENGTHS = torch.tensor([-1, 0, 1, 1, 5, 130], dtype=torch.int32)[1:]
@@ -150,6 +152,27 @@ def test_select_blocks(launched: list[str], place: Callable[..., dict], make: Ca
     idx_k = where.pop("keys")
     ops.select_blocks(make(130, 4, 128), idx_k, 16, **where)
     ops.select_blocks(make(130, 1, 128), idx_k, 13, order="score", init_blocks=1, out=integers(1, 130, 13), **where)
+    assert launched == ["select_blocks"] * 2
+
+
+def as_fp8(tensor: Tensor) -> Tensor:
+    """Zeros where the tensor has its elements."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8).zero_().view(FP8)
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+@pytest.mark.parametrize("key_scales", [False, True])
+def test_select_blocks_on_fp8(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], key_scales: bool
+) -> None:
+    where = place(make, None, 128)
+    idx_k = as_fp8(where.pop("keys"))
+    # Every second one of as many scales as there are keys, and of more heads' and tokens' than there are queries.
+    k_scale = torch.ones(*idx_k.shape[:-1], 2)[..., 1] if key_scales else torch.tensor(0.5)
+    q_scale = torch.ones(8, 131).T[1:, ::2]
+    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 16, k_scale=k_scale, **where)
+    grouped = {"num_kv_heads": 2, "q_scale": q_scale, "k_scale": k_scale, "out": integers(2, 130, 13)}
+    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 13, order="score", init_blocks=1, **grouped, **where)
     assert launched == ["select_blocks"] * 2
 
 
