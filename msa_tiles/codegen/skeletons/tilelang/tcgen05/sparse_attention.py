@@ -25,8 +25,8 @@ edges. Tensor memory holds S [2, 128 lanes, block_size columns] and O [128 lanes
 [2, 128 lanes, block_size] in BF16, two elements a column. P belongs to the warpgroup that wrote it until it has seen O.
 
 The S of a tile is issued before the O of the tile before it, so that it is multiplied while the other warpgroup is
-busy with its softmax. That O waits for what S waits for, and the ring of KV blocks must let the next K come first: it
-does from two stages on, and three keep a K on its way while K and V of a task are in use.
+busy with its softmax. At the end of a task that S is the next task's, and its K must come while V is in use: the ring
+has three stages at least, and there are two tasks at least.
 
 A tile has 128 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows (8 is the
 least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
@@ -116,12 +116,13 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 running = 0
                 if lane == 0:
                     task_shared[turn % TASKS, NUM_EDGES] = 0
+                    task_shared[turn % TASKS, EXTENT] = 0
             else:
-                first = tasks[window_index, head, claim, 1]
+                first_edge = tasks[window_index, head, claim, 1]
                 num = tasks[window_index, head, claim, 2]
                 for i in T.unroll(CHUNK // 32):
                     edges_shared[turn % TASKS, i * 32 + lane] = edges[
-                        window_index, head, first + T.min(i * 32 + lane, num - 1)
+                        window_index, head, first_edge + T.min(i * 32 + lane, num - 1)
                     ]
                 if lane == 0:
                     task_shared[turn % TASKS, KEY_ROW] = tasks[window_index, head, claim, 0]
@@ -239,6 +240,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     T.barrier_wait(kv_full[k_place % KV_STAGES], (k_place // KV_STAGES) & 1)
                     T.barrier_wait(q_full[stage], phase)
                     T.barrier_wait(s_free[step & 1], ((step >> 1) & 1) ^ 1)
+                    T.tcgen05_after_thread_sync()
                     T.tcgen05_gemm(
                         Q_shared[stage, :, :], KV_shared[k_place % KV_STAGES, :, :], S[step & 1, :, :],
                         transpose_B=True, clear_accum=True, mbar=None,
@@ -256,6 +258,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     T.barrier_wait(kv_full[v_place % KV_STAGES], (v_place // KV_STAGES) & 1)
                     T.barrier_wait(o_free, (before & 1) ^ 1)
                     T.barrier_wait(p_full[before & 1], (before >> 1) & 1)
+                    T.tcgen05_after_thread_sync()
                     T.tcgen05_gemm(
                         P[before & 1, :, :], KV_shared[v_place % KV_STAGES, :, :], O, clear_accum=True, mbar=None
                     )
@@ -285,11 +288,11 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
         tiles = T.alloc_var("int32")
         head = T.alloc_var("int32")
         extent = T.alloc_var("int32")
-        others = T.alloc_var("int32")
+        first = T.alloc_var("int32")
         phase = T.alloc_var("int32")
         turn = 0
         running = 1
-        others = w
+        first = w
         phase = 0
         while running > 0:
             T.barrier_wait(task_full[turn % TASKS], (turn // TASKS) & 1)
@@ -298,28 +301,27 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             extent = task_shared[turn % TASKS, EXTENT]
             if tiles == 0:
                 running = 0
-            # Tiles of all tasks alternate: `others` is the first of this task that is ours.
-            for mine in T.serial((tiles - others + 1) // 2):
-                tile = others + mine * 2
+            # The warpgroups take turns across tasks: `first` is the first tile of this task that is ours.
+            for mine in T.serial((tiles - first + 1) // 2):
+                tile = first + mine * 2
                 for i in T.Parallel(ROWS):
                     row_edge[i] = edges_shared[turn % TASKS, tile * queries + i // rows_per_query]
+                T.barrier_wait(s_full[w], phase)
+                T.copy(S[w, :, :], scores)
+                T.tcgen05_before_thread_sync()
+                T.barrier_arrive(s_free[w])
                 if tile == 0 and (extent >> 1) < block_size:
-                    # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+                    # Rows past the request's end may hold NaN, and 0 * NaN would reach O. Whoever has seen this S knows
+                    # that the K before V in this place of the ring had come, so that the parity means V.
                     v_place = turn * 2 + 1
                     T.barrier_wait(kv_full[v_place % KV_STAGES], (v_place // KV_STAGES) & 1)
                     for i, j in T.Parallel(block_size, head_dim):
                         if i >= (extent >> 1):
                             KV_shared[v_place % KV_STAGES, i, j] = 0
                     T.fence_proxy_async()
-                T.barrier_wait(s_full[w], phase)
-                T.copy(S[w, :, :], scores)
-                T.tcgen05_before_thread_sync()
-                T.barrier_arrive(s_free[w])
                 if (extent & 1) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
-                        scores[i, j] = T.if_then_else(
-                            j <= (row_edge[i] & 127), scores[i, j], -T.infinity("float32")
-                        )
+                        scores[i, j] = T.if_then_else(j <= (row_edge[i] & 127), scores[i, j], -T.infinity("float32"))
                 block_softmax(scores, probabilities, row_max, row_sum, scale_log2, ROWS, block_size)
                 T.copy(probabilities, P[w, :, :])
                 T.tcgen05_before_thread_sync()
@@ -361,7 +363,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             ],
                             eviction_policy="evict_first",
                         )
-            others = (others + tiles) & 1
+            first = (first + tiles) & 1
             T.barrier_arrive(task_free[turn % TASKS])
             turn = turn + 1
         T.tma_store_wait(0)
