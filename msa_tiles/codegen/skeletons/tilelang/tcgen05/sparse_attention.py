@@ -15,14 +15,14 @@ Pipelines (name: depth, arrivals)
   task_full: TASKS, 32 claiming threads              task_free: TASKS, the 352 threads that read the task
   kv_full: KV_STAGES, 32 loading threads + TMA bytes kv_free: KV_STAGES, 1 commit of the last product that reads it
   q_full: Q_STAGES, 32 gathering threads + TMA bytes q_free: Q_STAGES, 1 commit of S
-  s_full: 1 per warpgroup, 1 commit of S             s_free: 1 per warpgroup, its 128 threads, once they hold S
-  p_full: 1 per warpgroup, its 128 threads           o_full: 1 per warpgroup, 1 commit of O
-  o_free: 1, the 128 threads that held O
+  s_full: 1 per warpgroup, 1 commit of S             p_full: 1 per warpgroup, its 128 threads
+  o_full: 1 per warpgroup, 1 commit of O             o_free: 1, the 128 threads that held O
 
 Shared memory holds a ring of KV blocks, K and V of one task after the other; the tiles of Q, and behind them one tile
 for each warpgroup, where its normalised partial output stands on the way to global memory; and the tasks with their
 edges. Tensor memory holds S [2, 128 lanes, block_size columns] and O [128 lanes, head_dim columns] in float32 and P
-[2, 128 lanes, block_size] in BF16, two elements a column. P belongs to the warpgroup that wrote it until it has seen O.
+[2, 128 lanes, block_size] in BF16, two elements a column. A warpgroup stores P once it holds S, so p_full frees S as
+well, and stores the next P once it has seen O.
 
 The S of a tile is issued before the O of the tile before it, so that it is multiplied while the other warpgroup is
 busy with its softmax. At the end of a task that S is the next task's, and its K must come while V is in use: the ring
@@ -210,7 +210,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     @T.macro
     def multiply(
         Q_shared, KV_shared, S, P, O, task_shared, task_full, task_free, kv_full, kv_free, q_full, q_free,
-        s_full, s_free, p_full, o_full, o_free,
+        s_full, p_full, o_full, o_free,
     ):  # fmt: skip
         """S of every tile, then O of the tile before; the end of the work is a step with an O alone."""
         turn = T.alloc_var("int32")
@@ -239,7 +239,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     k_place = turn * 2
                     T.barrier_wait(kv_full[k_place % KV_STAGES], (k_place // KV_STAGES) & 1)
                     T.barrier_wait(q_full[stage], phase)
-                    T.barrier_wait(s_free[step & 1], ((step >> 1) & 1) ^ 1)
+                    # The P of two tiles before has been waited for, so this S is free.
                     T.tcgen05_after_thread_sync()
                     T.tcgen05_gemm(
                         Q_shared[stage, :, :], KV_shared[k_place % KV_STAGES, :, :], S[step & 1, :, :],
@@ -273,7 +273,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     @T.macro
     def attend(
-        w, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full, s_free,
+        w, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
         p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
     ):  # fmt: skip
         """Softmax and epilogue of every second tile."""
@@ -308,8 +308,6 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     row_edge[i] = edges_shared[turn % TASKS, tile * queries + i // rows_per_query]
                 T.barrier_wait(s_full[w], phase)
                 T.copy(S[w, :, :], scores)
-                T.tcgen05_before_thread_sync()
-                T.barrier_arrive(s_free[w])
                 if tile == 0 and (extent >> 1) < block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach O. Whoever has seen this S knows
                     # that the K before V in this place of the ring had come, so that the parity means V.
@@ -399,7 +397,6 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             q_full = T.alloc_barrier(arrive_count=[32] * Q_STAGES)
             q_free = T.alloc_barrier(arrive_count=[1] * Q_STAGES)
             s_full = T.alloc_barrier(arrive_count=[1] * 2)
-            s_free = T.alloc_barrier(arrive_count=[128] * 2)
             p_full = T.alloc_barrier(arrive_count=[128] * 2)
             o_full = T.alloc_barrier(arrive_count=[1] * 2)
             o_free = T.alloc_barrier(arrive_count=128)
@@ -416,7 +413,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 elif tx < 352:
                     multiply(
                         Q_shared, KV_shared, S, P, O, task_shared, task_full, task_free, kv_full, kv_free, q_full,
-                        q_free, s_full, s_free, p_full, o_full, o_free,
+                        q_free, s_full, p_full, o_full, o_free,
                     )  # fmt: skip
                 else:
                     load_blocks(k, v, page_table, KV_shared, task_shared, task_full, task_free, kv_full, kv_free)
@@ -424,13 +421,13 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 attend(
                     0, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
-                    s_free, p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
+                    p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 attend(
                     1, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
-                    s_free, p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
+                    p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
                 )  # fmt: skip
             # Warp 0 gives the tensor memory back, and must not before the other warps have read it.
             T.sync_threads()
