@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl import softmax, tcgen05, tma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
-from msa_tiles.dsl.cutedsl.row_softmax import row_softmax
+from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
 from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS, ROWS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
@@ -32,9 +32,9 @@ STAGES = 3  # <- tile.stages
 BLOCKS = 3  # <- tile.blocks
 RECORDS = 8  # <- tile.records
 AHEAD = 2  # <- tile.ahead
-SOFTMAX_REGISTERS = 184  # <- tile.softmax_registers
+SOFTMAX_REGISTERS = 192  # <- tile.softmax_registers
 EPILOGUE_REGISTERS = 80  # <- tile.epilogue_registers
-ISSUER_REGISTERS = 64  # <- tile.issuer_registers
+ISSUER_REGISTERS = 48  # <- tile.issuer_registers
 GROUP = 128  # threads of a warpgroup
 WARP = 32
 WARPS = GROUP // WARP
@@ -356,10 +356,8 @@ class SparseAttention:
         while running > 0:
             cute.arch.mbarrier_wait(shared.task_full, full)
             full = full ^ 1
-            first_edge = shared.task[0]
-            num = shared.task[1]
-            head = shared.task[2]
-            extent = shared.task[3]
+            # Known to be uniform, so that no copy below is guarded against lanes that have parted.
+            first_edge, num, head, extent = (cute.arch.make_warp_uniform(shared.task[i]) for i in range(4))
             # The entry is the next task's as soon as lane 0 asks for it.
             cute.arch.sync_warp()
             if num < 0:
@@ -376,7 +374,7 @@ class SparseAttention:
                     if (lane == 0) & (tile == cutlass.max(tiles - AHEAD, 0)):
                         cute.arch.mbarrier_arrive(shared.task_wanted)
                     current = edge
-                    queries = cutlass.min(num - mine + lane, self.queries)
+                    queries = cutlass.min(num - tile * self.queries, self.queries)
                     mine = mine + self.queries
                     edge = Int32(-1)
                     if (lane < self.queries) & (mine < num):
@@ -420,7 +418,7 @@ class SparseAttention:
     def read_record(self, shared: Shared, record: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The two words of a record, once it is there; whoever calls it gives the record back when done with it."""
         cute.arch.mbarrier_wait(shared.record_full + record, phase)
-        return shared.records[record, 0], shared.records[record, 1]
+        return [cute.arch.make_warp_uniform(shared.records[record, word]) for word in range(2)]
 
     @cute.jit
     def score(self, score, shared: Shared):
@@ -521,7 +519,7 @@ class SparseAttention:
         query = thread // self.rows.rows_per_token
         row = thread % self.rows.rows_per_token
         scores = cute.make_rmem_tensor(self.block_size, Float32)
-        probabilities = cute.make_rmem_tensor(self.block_size, self.element)
+        probabilities = cute.make_rmem_tensor(COLUMNS, self.element)
         record = place
         record_phase = Int32(0)
         phase = Int32(0)
@@ -537,19 +535,25 @@ class SparseAttention:
             else:
                 cute.arch.mbarrier_wait(shared.s_full + place, phase)
                 fence_after_sync()
-                tcgen05.read(shared.memory + place * S_COLUMNS, thread, scores)
-                cute.arch.fence_view_async_tmem_load()
+                # The read stands in both branches, or the compiler would make the mask's instructions conditional and
+                # issue them for every tile.
+                if (flags & CUT) != 0:
+                    tcgen05.read(shared.memory + place * S_COLUMNS, thread, scores)
+                    cute.arch.fence_view_async_tmem_load()
+                    hide(scores, edge & 127)
+                else:
+                    tcgen05.read(shared.memory + place * S_COLUMNS, thread, scores)
+                    cute.arch.fence_view_async_tmem_load()
                 fence_before_sync()
                 self.arrive(shared.s_free + place)
-                largest = Float32(0.0)
-                total = Float32(0.0)
-                if (flags & CUT) != 0:
-                    largest, total = row_softmax(scores, probabilities, scale_log2, edge & 127)
-                else:
-                    largest, total = row_softmax(scores, probabilities, scale_log2, None)
+                largest, total = exponentials(scores, scale_log2)
+                inverse = cute.arch.rcp_approx(total)
                 cute.arch.mbarrier_wait(shared.p_free + place, phase ^ 1)
                 fence_after_sync()
-                tcgen05.write(probabilities, shared.memory + (P_FIRST + place * P_COLUMNS), thread)
+                for step in cutlass.range_constexpr(self.block_size // COLUMNS):
+                    scaled(scores, step * COLUMNS, inverse, probabilities)
+                    columns = P_FIRST + place * P_COLUMNS + step * COLUMNS // 2
+                    tcgen05.write(probabilities, shared.memory + columns, thread)
                 cute.arch.fence_view_async_tmem_store()
                 fence_before_sync()
                 self.arrive(shared.p_full + place)
@@ -565,7 +569,7 @@ class SparseAttention:
         thread = member * WARP + cute.arch.lane_idx()
         of_warp = WARP // self.rows.rows_per_token
         boxes = self.rows.boxes(shared.staging, 1)
-        parts = [cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(2)]
+        exact = cute.make_rmem_tensor(COLUMNS, Float32)
         rounded = cute.make_rmem_tensor(COLUMNS, self.element)
         steps = self.head_dim // COLUMNS
         record = Int32(0)
@@ -586,16 +590,13 @@ class SparseAttention:
                 cute.arch.mbarrier_wait(shared.o_full, phase)
                 phase = phase ^ 1
                 fence_after_sync()
-                tcgen05.read(shared.memory + O_FIRST, thread, parts[0])
                 for step in cutlass.range_constexpr(steps):
+                    tcgen05.read(shared.memory + (O_FIRST + step * COLUMNS), thread, exact)
                     cute.arch.fence_view_async_tmem_load()
-                    if cutlass.const_expr(step + 1 < steps):
-                        next_columns = shared.memory + (O_FIRST + (step + 1) * COLUMNS)
-                        tcgen05.read(next_columns, thread, parts[(step + 1) % 2])
-                    else:
+                    if cutlass.const_expr(step == steps - 1):
                         fence_before_sync()
                         self.arrive(shared.o_free)
-                    rounded.store(parts[step % 2].load().to(self.element))
+                    rounded.store(exact.load().to(self.element))
                     self.rows.stage(rounded, shared.staging.iterator, thread, step * COLUMNS)
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
