@@ -74,7 +74,7 @@ class Shared(NamedTuple):
     task: Any
     records: Any
     edges: Any
-    memory: Any  # not shared: where the tensor memory begins
+    address: Any  # of tensor memory
     task_wanted: Any
     task_full: Any
     record_full: Any
@@ -228,7 +228,7 @@ class SparseAttention:
         cute.arch.sync_threads()
         if warp == SCORE:
             fence_after_sync()
-            cute.arch.dealloc_tmem(shared.memory, MEMORY)
+            cute.arch.dealloc_tmem(self.memory(shared), MEMORY)
 
     @cute.jit
     def allocate(self, memory: SmemAllocator, score, warp: Int32):
@@ -263,8 +263,11 @@ class SparseAttention:
             fence_before_sync()
         cute.arch.sync_threads()
         fence_after_sync()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, address)
-        return Shared(queries, blocks, staging, task, records, edges, columns, *(barriers + start for start in starts))
+        return Shared(queries, blocks, staging, task, records, edges, address, *(barriers + start for start in starts))
+
+    def memory(self, shared: Shared):
+        """The first column of tensor memory; read by who needs it, so that the others keep no register for it."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, shared.address)
 
     @cute.jit
     def advance(self, place: Int32, phase: Int32, depth: cutlass.Constexpr) -> tuple[Int32, Int32]:
@@ -423,6 +426,7 @@ class SparseAttention:
     @cute.jit
     def score(self, score, shared: Shared):
         """The warp that multiplies queries and keys."""
+        memory = self.memory(shared)
         queries = score[0].make_fragment_A(shared.queries)
         keys = score[0].make_fragment_B(shared.blocks)
         record = Int32(0)
@@ -446,7 +450,7 @@ class SparseAttention:
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
                 cute.arch.mbarrier_wait(shared.s_free + place, free_phase)
                 fence_after_sync()
-                into = tcgen05.accumulator(score, self.block_size, shared.memory + place * S_COLUMNS)
+                into = tcgen05.accumulator(score, self.block_size, memory + place * S_COLUMNS)
                 tcgen05.multiply(score, into, queries[None, None, None, slot], keys[None, None, None, block])
                 with cute.arch.elect_one():
                     commit(shared.q_free + slot)
@@ -464,12 +468,13 @@ class SparseAttention:
     @cute.jit
     def weigh(self, weigh, shared: Shared):
         """The warp that multiplies probabilities and values."""
+        memory = self.memory(shared)
         lane = cute.arch.lane_idx()
         layout = tcgen05.right_layout(
             weigh, self.element, OperandMajorMode.MN, self.head_dim, self.block_size, BLOCKS
         )  # fmt: skip
         values = weigh[0].make_fragment_B(cute.make_tensor(shared.blocks.iterator, layout.outer))
-        into = tcgen05.accumulator(weigh, self.head_dim, shared.memory + O_FIRST)
+        into = tcgen05.accumulator(weigh, self.head_dim, memory + O_FIRST)
         record = Int32(0)
         record_phase = Int32(0)
         # The values of a task come behind its keys.
@@ -495,7 +500,7 @@ class SparseAttention:
                 cute.arch.mbarrier_wait(shared.o_free, free_phase)
                 fence_after_sync()
                 left = tcgen05.left_operand(
-                    weigh, self.element, self.block_size, shared.memory + (P_FIRST + place * P_COLUMNS)
+                    weigh, self.element, self.block_size, memory + (P_FIRST + place * P_COLUMNS)
                 )  # fmt: skip
                 tcgen05.multiply(weigh, into, left, values[None, None, None, block])
                 with cute.arch.elect_one():
@@ -513,6 +518,7 @@ class SparseAttention:
     @cute.jit
     def normalise(self, shared: Shared, partial_lse: cute.Tensor, scale_log2: Float32, warp: Int32):
         """A warp of a softmax warpgroup; its number is the place of its tiles in S and in P."""
+        memory = self.memory(shared)
         lane = cute.arch.lane_idx()
         place = warp // WARPS
         thread = warp % WARPS * WARP + lane
@@ -538,11 +544,11 @@ class SparseAttention:
                 # The read stands in both branches, or the compiler would make the mask's instructions conditional and
                 # issue them for every tile.
                 if (flags & CUT) != 0:
-                    tcgen05.read(shared.memory + place * S_COLUMNS, thread, scores)
+                    tcgen05.read(memory + place * S_COLUMNS, thread, scores)
                     cute.arch.fence_view_async_tmem_load()
                     hide(scores, edge & 127)
                 else:
-                    tcgen05.read(shared.memory + place * S_COLUMNS, thread, scores)
+                    tcgen05.read(memory + place * S_COLUMNS, thread, scores)
                     cute.arch.fence_view_async_tmem_load()
                 fence_before_sync()
                 self.arrive(shared.s_free + place)
@@ -553,7 +559,7 @@ class SparseAttention:
                 for step in cutlass.range_constexpr(self.block_size // COLUMNS):
                     scaled(scores, step * COLUMNS, inverse, probabilities)
                     columns = P_FIRST + place * P_COLUMNS + step * COLUMNS // 2
-                    tcgen05.write(probabilities, shared.memory + columns, thread)
+                    tcgen05.write(probabilities, memory + columns, thread)
                 cute.arch.fence_view_async_tmem_store()
                 fence_before_sync()
                 self.arrive(shared.p_full + place)
@@ -565,6 +571,7 @@ class SparseAttention:
     @cute.jit
     def store(self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, topk: Int32, member: Int32):
         """A warp of the epilogue."""
+        memory = self.memory(shared)
         cpasync.prefetch_descriptor(out_atom)
         thread = member * WARP + cute.arch.lane_idx()
         of_warp = WARP // self.rows.rows_per_token
@@ -591,7 +598,7 @@ class SparseAttention:
                 phase = phase ^ 1
                 fence_after_sync()
                 for step in cutlass.range_constexpr(steps):
-                    tcgen05.read(shared.memory + (O_FIRST + step * COLUMNS), thread, exact)
+                    tcgen05.read(memory + (O_FIRST + step * COLUMNS), thread, exact)
                     cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(step == steps - 1):
                         fence_before_sync()
