@@ -1,7 +1,7 @@
 """Runs the device code of a CuTe DSL kernel on the CPU: its source as plain Python, a thread for every lane.
 
-Only one lane runs at a time; a seeded scheduler picks the next one wherever lanes can wait, and lets copies and products
-complete as late as it likes. What is asynchronous reads its operands when it completes. Memory begins as NaN, barriers
+Only one lane runs at a time; wherever lanes can wait, a seeded scheduler goes by priorities that now and then change to
+pick the next one, or the copy or product that completes. What is asynchronous reads its operands when it completes. Memory begins as NaN, barriers
 count what arrives, and a state in which nobody can go on is an error.
 """
 
@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 
+CHANGES = 0.02  # how often what was chosen gets another priority
+
+
 class Deadlock(Exception):
     """Every lane waits and nothing is under way."""
 
@@ -34,8 +37,10 @@ class Machine:
         self.warps, self.lanes = warps, lanes
         self.random = random.Random(seed)
         self.local = threading.local()
-        # Each queue completes in order: (whether its head may complete, what that does).
-        self.queues: dict[Any, list[tuple[Callable[[], bool], Callable[[], None]]]] = {}
+        # What is under way; a queue completes in order.
+        self.queues: dict[Any, list[Callable[[], None]]] = {}
+        # Of warps and queues. Those above run or complete before the others, however long that takes: so races show.
+        self.priorities: dict[Any, float] = {}
         self.barriers: dict[int, Barrier] = {}
         self.meeting: dict[Any, list[int]] = {}
         self.failure: BaseException | None = None
@@ -49,15 +54,20 @@ class Machine:
         for thread in threads:
             thread.start()
         while self.failure is None and any(self.conditions):
-            ready = [i for i, condition in enumerate(self.conditions) if condition and condition()]
-            complete = [key for key, queue in self.queues.items() if queue and queue[0][0]()]
-            # Now and then whatever is under way completes; and where lanes wait for nothing else.
-            if complete and (not ready or self.random.random() < 0.1):
-                self.queues[self.random.choice(complete)].pop(0)[1]()
-            elif ready:
-                self._resume(self.random.choice(ready))
-            else:
+            ready = {key: queue for key, queue in self.queues.items() if queue}
+            for i, condition in enumerate(self.conditions):
+                if condition and condition():
+                    ready.setdefault(i // self.lanes, []).append(i)
+            if not ready:
                 self.failure = Deadlock(f"{sum(map(bool, self.conditions))} lanes wait for ever")
+                break
+            chosen = max(ready, key=self._priority)
+            if self.random.random() < CHANGES:
+                self.priorities[chosen] = self.random.random()
+            if chosen in self.queues:
+                self.queues[chosen].pop(0)()
+            else:
+                self._resume(self.random.choice(ready[chosen]))
         failure = self.failure
         self.failure = failure or Stopped()
         for i, condition in enumerate(self.conditions):
@@ -67,6 +77,9 @@ class Machine:
             raise failure
         if any(self.queues.values()):
             raise AssertionError("something is under way when the block has left")
+
+    def _priority(self, name: Any) -> float:
+        return self.priorities.setdefault(name, self.random.random())
 
     def _resume(self, index: int) -> None:
         self.turns[index].release()
@@ -100,9 +113,9 @@ class Machine:
         target = -(-meetings[0] // members) * members
         self.wait(lambda: meetings[0] >= target)
 
-    def later(self, queue: Any, action: Callable[[], None], when: Callable[[], bool] = lambda: True) -> None:
+    def later(self, queue: Any, action: Callable[[], None]) -> None:
         """Start something asynchronous; things of one queue complete in order."""
-        self.queues.setdefault(queue, []).append((when, action))
+        self.queues.setdefault(queue, []).append(action)
 
     @property
     def lane(self) -> int:

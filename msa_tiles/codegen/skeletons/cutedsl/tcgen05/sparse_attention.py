@@ -421,7 +421,9 @@ class SparseAttention:
     def read_record(self, shared: Shared, record: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The two words of a record, once it is there; whoever calls it gives the record back when done with it."""
         cute.arch.mbarrier_wait(shared.record_full + record, phase)
-        return [cute.arch.make_warp_uniform(shared.records[record, word]) for word in range(2)]
+        head = cute.arch.make_warp_uniform(shared.records[record, 0])
+        flags = cute.arch.make_warp_uniform(shared.records[record, 1])
+        return head, flags
 
     @cute.jit
     def score(self, score, shared: Shared):
