@@ -1,4 +1,4 @@
-"""Layouts of tcgen05's operands: what TMA writes, what the multiplications read, and what threads store lie in one place.
+"""Layouts of tcgen05's operands: what TMA writes, multiplications read and threads store lies in one place.
 
 Host code on CPU tensors, as in test_dsl_cutedsl.py.
 """
@@ -13,9 +13,15 @@ from torch import Tensor
 
 cutlass = pytest.importorskip("cutlass", reason="needs the extra `cutedsl`")
 
-from cutlass import BFloat16, Int32, cute  # noqa: E402
+from cutlass import BFloat16, Float32, Int32, cute  # noqa: E402
 from cutlass.cute.nvgpu import OperandMajorMode  # noqa: E402
-from cutlass.cute.nvgpu.tcgen05 import OperandSource  # noqa: E402
+from cutlass.cute.nvgpu.tcgen05 import (  # noqa: E402
+    Ld32x32bOp,
+    OperandSource,
+    Repetition,
+    St32x32bOp,
+    make_tmem_copy,
+)
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from msa_tiles.dsl.cutedsl import tcgen05, tma, wide_gather  # noqa: E402
@@ -45,7 +51,7 @@ def score(block_size: int) -> Any:
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_gathered_rows_lie_where_the_left_operand_is_read_and_threads_store(head_dim: int, group: int) -> None:
     rows = wide_gather.WideRows(BFloat16, head_dim, group)
-    heads, panel, panels, atoms = rows.box
+    heads, panel, panels, _ = rows.box
 
     @cute.jit
     def operand(out: cute.Tensor):
@@ -74,7 +80,11 @@ def test_gathered_rows_lie_where_the_left_operand_is_read_and_threads_store(head
             for vector in cutlass.range(head_dim // 8):
                 out[row, vector] = rows.place(Int32(row), Int32(vector))
 
-    read, written, staged = places(COUNT, 128, head_dim), places(COUNT, rows.tokens, group, head_dim), places(128, head_dim // 8)
+    read, written, staged = (
+        places(COUNT, 128, head_dim),
+        places(COUNT, rows.tokens, group, head_dim),
+        places(128, head_dim // 8),
+    )
     run(operand, read)
     run(boxes, written, torch.zeros(1, dtype=torch.bfloat16))
     run(stores, staged)
@@ -117,3 +127,27 @@ def test_keys_and_values_lie_where_the_right_operands_are_read(head_dim: int, bl
     run(operands, keys, values)
     run(boxes, written, torch.zeros(1, dtype=torch.bfloat16))
     assert torch.equal(keys, written) and torch.equal(values, written)
+
+
+def test_a_thread_holds_a_row_of_tensor_memory_column_by_column() -> None:
+    shape = (tcgen05.ROWS, tcgen05.COLUMNS)
+
+    @cute.jit
+    def coordinates(read: cute.Tensor, written: cute.Tensor):
+        memory = cute.make_ptr(Float32, Int32(0), cute.AddressSpace.tmem, assumed_align=16)
+        tile = cute.make_tensor(memory, cute.make_layout(shape, stride=(tcgen05.LANE, 1)))
+        repetition = Repetition(tcgen05.COLUMNS)
+        load = make_tmem_copy(cute.make_copy_atom(Ld32x32bOp(repetition), Float32), tile)
+        store = make_tmem_copy(cute.make_copy_atom(St32x32bOp(repetition), Float32), tile)
+        for thread in cutlass.range(tcgen05.ROWS):
+            loaded = load.get_slice(thread).partition_D(cute.make_identity_tensor(shape))
+            stored = store.get_slice(thread).partition_S(cute.make_identity_tensor(shape))
+            for i in cutlass.range_constexpr(tcgen05.COLUMNS):
+                for mode in cutlass.range_constexpr(2):
+                    read[thread, i, mode] = loaded[i][mode]
+                    written[thread, i, mode] = stored[i][mode]
+
+    read, written = places(*shape, 2), places(*shape, 2)
+    run(coordinates, read, written)
+    right = torch.stack(torch.meshgrid(*map(torch.arange, shape), indexing="ij"), -1).to(torch.int32)
+    assert torch.equal(read, right) and torch.equal(written, right)

@@ -1,7 +1,8 @@
 """The roles and pipelines of the SM100 attention kernel, run lane by lane on small tiles: no such GPU is at hand.
 
-The kernel's own source runs, with stand-ins for layouts, copies and products: warps of 8 lanes, tiles of 32 rows, blocks
-of 8 keys of 8 elements. What the stand-ins leave out (layouts, descriptors, fences) is for other tests and the audit.
+The kernel's own source runs, with stand-ins for layouts, copies and products: warps of 8 lanes, tiles of 32 rows,
+blocks of 8 keys of 8 elements. What the stand-ins leave out (layouts, descriptors, fences) is for other tests and the
+audit.
 """
 
 from __future__ import annotations
@@ -325,11 +326,17 @@ def attend(given: Problem, seed: int, source: str | None = None, **sizes: int) -
         module.update(sizes)
         kernel = object.__new__(module["SparseAttention"])
         vars(kernel).update(
-            element=None, head_dim=DIM, block_size=KEYS, group=GROUP, queries=TOKENS, rows=Rows(chip), blocks=Blocks(chip)
+            element=None,
+            head_dim=DIM,
+            block_size=KEYS,
+            group=GROUP,
+            queries=TOKENS,
+            rows=Rows(chip),
+            blocks=Blocks(chip),
         )
         arguments = (
-            None, given.q, None, given.k, None, given.v, None, out, None, given.edges, given.tasks, given.counts, claims,
-            lse, SCALE, 1, WINDOW,
+            None, given.q, None, given.k, None, given.v, None, out, None, given.edges, given.tasks, given.counts,
+            claims, lse, SCALE, 1, WINDOW,
         )  # fmt: skip
         chip.run(lambda kernel=kernel, arguments=arguments: kernel.kernel(*arguments))
     assert claims.values.tolist() == [0, given.counts.values.sum() + 2]
@@ -348,20 +355,34 @@ def test_every_edge_gets_its_partial_result(seed: int, sizes: dict[str, int]) ->
     check(seed, **sizes)
 
 
+WAIT = "cute.arch.mbarrier_wait(shared."
+# What each fault replaces, and by what.
 FAULTS = {
-    "queries are overwritten while they are read": ("cute.arch.mbarrier_wait(shared.q_free + slot, phase)", "pass"),
-    "queries are read before they came": ("cute.arch.mbarrier_wait(shared.q_full + slot, phase)", "pass"),
-    "scores are overwritten while they are read": ("cute.arch.mbarrier_wait(shared.s_free + place, free_phase)", "pass"),
-    "scores are given back too early": ("                fence_before_sync()\n                self.arrive(shared.s_free", "                cute.arch.mbarrier_arrive(shared.s_free"),
-    "probabilities are overwritten while they are read": ("cute.arch.mbarrier_wait(shared.p_free + place, phase ^ 1)", "pass"),
+    "queries are overwritten while they are read": (f"{WAIT}q_free + slot, phase)", "pass"),
+    "queries are read before they came": (f"{WAIT}q_full + slot, phase)", "pass"),
+    "scores are overwritten while they are read": (f"{WAIT}s_free + place, free_phase)", "pass"),
+    "scores are given back too early": (
+        "fence_before_sync()\n                self.arrive(shared.s_free",
+        "cute.arch.mbarrier_arrive(shared.s_free",
+    ),
+    "probabilities are overwritten while they are read": (f"{WAIT}p_free + place, phase ^ 1)", "pass"),
     "probabilities are read before they are written": ("cute.arch.fence_view_async_tmem_store()", "pass"),
-    "an output is overwritten while it is read": ("cute.arch.mbarrier_wait(shared.o_free, free_phase)", "pass"),
-    "staged rows are overwritten while they leave": ("cute.arch.cp_async_bulk_wait_group(0, read=True)\n                cute", "cute"),
+    "an output is overwritten while it is read": (f"{WAIT}o_free, free_phase)", "pass"),
+    "staged rows are overwritten while they leave": (
+        "cute.arch.cp_async_bulk_wait_group(0, read=True)\n                cute.arch.sync_warp()",
+        "cute.arch.sync_warp()",
+    ),
     "rows past the end are multiplied": ("if valid < self.block_size:", "if valid < 0:"),
-    "values are given back with the first tile": ("if (flags & LAST) != 0:\n                        commit(shared.block_free", "if (flags & FIRST) != 0:\n                        commit(shared.block_free"),
+    "keys and values are given back with the first tile": (
+        "if (flags & LAST) != 0:\n                        commit(shared.block_free",
+        "if (flags & FIRST) != 0:\n                        commit(shared.block_free",
+    ),
     "a record is overwritten while it is read": ("(RECORDS, 2 + 2 * WARPS)", "(RECORDS, 2 + WARPS)"),
-    "the end is written once": ("for _ in cutlass.range_constexpr(SOFTMAXES):\n            cute.arch.mbarrier_wait(shared.record_free", "for _ in cutlass.range_constexpr(1):\n            cute.arch.mbarrier_wait(shared.record_free"),
-}  # fmt: skip
+    "one softmax never sees the end": (
+        f"for _ in cutlass.range_constexpr(SOFTMAXES):\n            {WAIT}record_free",
+        f"for _ in cutlass.range_constexpr(1):\n            {WAIT}record_free",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,13 +1,11 @@
 """Runs the device code of a CuTe DSL kernel on the CPU: its source as plain Python, a thread for every lane.
 
 Only one lane runs at a time; wherever lanes can wait, a seeded scheduler goes by priorities that now and then change to
-pick the next one, or the copy or product that completes. What is asynchronous reads its operands when it completes. Memory begins as NaN, barriers
-count what arrives, and a state in which nobody can go on is an error.
+pick the next one, or the copy or product that completes. What is asynchronous reads its operands when it completes.
+Memory begins as NaN, barriers count what arrives, and a state in which nobody can go on is an error.
 """
 
 from __future__ import annotations
-
-import __future__
 
 import ast
 import random
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 
 CHANGES = 0.02  # how often what was chosen gets another priority
 
@@ -300,6 +297,6 @@ def load(path: Path, source: str | None = None, **names: Any) -> dict[str, Any]:
     tree = Elections().visit(ast.parse(source or path.read_text()))
     tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     namespace = dict(names)
-    flags = __future__.annotations.compiler_flag  # annotations name types that are not there
-    exec(compile(ast.fix_missing_locations(tree), str(path), "exec", flags=flags), namespace)
+    # This module's own `annotations` feature holds for what it compiles: annotations name types that are not there.
+    exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), namespace)
     return namespace

@@ -23,7 +23,7 @@ from msa_tiles.dsl.cutedsl import softmax, tcgen05, tma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
-from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS, ROWS
+from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
 
@@ -105,7 +105,7 @@ class SparseAttention:
       record_full: RECORDS, 1 lane of the gathering warp
       record_free: RECORDS, 1 lane of each of its 10 readers: both multiplying warps, 4 of softmax, 4 of the epilogue
       q_full: STAGES, 1 gathering lane + TMA bytes             q_free: STAGES, 1 commit of the S that read it
-      block_full: BLOCKS, 1 claiming lane + TMA bytes          block_free: BLOCKS, 1 commit of the last S or O that read it
+      block_full: BLOCKS, 1 claiming lane + TMA bytes          block_free: BLOCKS, 1 commit of its task's last S or O
       s_full: 2, 1 commit of S                                 s_free: 2, 1 lane of each of 4 softmax warps
       p_full: 2, 1 lane of each of 4 softmax warps             p_free: 2, 1 commit of O
       o_full: 1, 1 commit of O                                 o_free: 1, 1 lane of each epilogue warp
@@ -122,10 +122,10 @@ class SparseAttention:
     Tensor memory, 128 lanes, by columns
       S [2, 128] float32      P [2, 64] pairs of elements      O [128] float32
 
-    A softmax warp reads its row of S whole and gives S back, so that the tile after next is multiplied meanwhile. P is
-    normalised before it is rounded: what O holds is the partial result. Rows of a tile that belong to no edge hold stale
-    data and are never stored. Between tensor memory and TMA an epilogue warp has the same 32 rows, so what it stages
-    needs no barrier with other warps.
+    A softmax warp reads its rows of S whole and gives S back, so that the tile after next is multiplied meanwhile. P is
+    normalised before it is rounded: what O holds is the partial result. Rows of a tile that belong to no edge hold
+    stale data and are never stored. Between tensor memory and TMA an epilogue warp has the same 32 rows, so what it
+    stages needs no barrier with other warps.
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block):
