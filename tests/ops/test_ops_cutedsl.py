@@ -27,6 +27,7 @@ from msa_tiles.runtime.registry import default_registry
 
 pytestmark = pytest.mark.slow
 
+ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
 # DLPack's (type code, bits).
 CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), FP8: (10, 8)}
@@ -67,7 +68,13 @@ class Disguised:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def target() -> str:
+    """The target whose kernels take the calls; tests of operators that others have too choose among them."""
+    return "sm90"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, target: str) -> list[str]:
     """Route CPU tensors to the compiled kernels; the operators whose arguments passed every check."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would run here, on pointers of the CPU")
@@ -78,13 +85,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def find_kernel(op: str, facts: Any, backend: str = "auto", *, helper: bool = False) -> Callable[..., None]:
-        cells = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision=facts.precision)
+        cells = default_registry().select(op=op, dsl="cutedsl", target=target, precision=facts.precision)
         if not cells:
             return lambda *_arguments: None
         assert not facts.features - cells[0].features
         variant, misfit = fit_variant(cells[0], facts.variant)
         assert misfit is None
-        function = load_function(compile_variant(cells[0], variant, "sm_90a"))
+        function = load_function(compile_variant(cells[0], variant, ARCHS[target]))
 
         def kernel(*arguments: Any) -> None:
             disguised = [Disguised(value) if isinstance(value, Tensor) else value for value in arguments]
@@ -134,6 +141,7 @@ def paged(_make: Callable[..., Tensor], heads: int | None, dim: int) -> dict[str
     return {"keys": keys, "cu_seqlens_q": LENGTHS, "page_table": integers(4, 3), "seqused_k": LENGTHS.diff()}
 
 
+TARGETS = pytest.mark.parametrize("target", ARCHS)
 PLACES = [(flat, normal), (packed, strided), (paged, strided)]
 
 
@@ -146,6 +154,7 @@ def test_index_score(launched: list[str], place: Callable[..., dict], make: Call
     assert launched == ["index_score"] * 2
 
 
+@TARGETS
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_select_blocks(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, None, 128)
@@ -187,6 +196,7 @@ def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
     assert launched == ["topk_select"] * 3
 
 
+@TARGETS
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_decode_score(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, None, 128)
@@ -257,6 +267,7 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
 
 
+@TARGETS
 @pytest.mark.parametrize("make", [normal, strided])
 def test_combine(launched: list[str], make: Callable[..., Tensor]) -> None:
     partial_out = torch.stack([make(3, 5, 128)] * 4)
