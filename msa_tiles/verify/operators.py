@@ -231,7 +231,7 @@ class SelectBlocks:
 class SparseAttention:
     """Outputs against the reference in float32 on the same inputs."""
 
-    op = staticmethod(ops.sparse_attention)
+    op: Any = staticmethod(ops.sparse_attention)
 
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.backend = case.dims, case, backend
