@@ -80,6 +80,10 @@ def _fa4() -> tuple[Any, Any] | str:
         return f"flash_attn.cute: {error}"
 
 
+def _aten() -> Any:
+    return torch.ops.aten
+
+
 def forward(name: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] and lse float32 [T, Hq]; 0 and -inf where nothing is visible, past the last sequence too."""
     if name == "fa4":
@@ -87,7 +91,7 @@ def forward(name: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Ten
         assert not isinstance(functions, str)
         out, lse = functions[0](q, k, v, causal=True, return_lse=True, **_fa4_keywords(call))[:2]
     else:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = _aten()._flash_attention_forward(
             q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k, 0.0, True, False,
             scale=call.softmax_scale,
         )  # fmt: skip
@@ -113,7 +117,7 @@ def backward(
         lse = lse.masked_fill(empty, torch.inf).T.contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         with _deterministic(call.deterministic):
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dq, dk, dv = _aten()._flash_attention_backward(
                 dout, q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
                 0.0, True, *no_dropout, scale=call.softmax_scale,
             )  # fmt: skip

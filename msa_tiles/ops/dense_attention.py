@@ -45,9 +45,7 @@ def dense_attention(
     Raises `msa_tiles.runtime.NoKernelError` with the reason of each library where none serves the call.
     """
     q, k, v = _training.autocast(q, k, v)
-    where = Where.of(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
-    )
+    where = Where(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k, None, None)
     attention_tensors(q, k, v, where, 1)
     _validate.one_of("backend", backend, BACKENDS)
     if q.device.type != "cuda" and backend in _dense_libraries.NAMES:
