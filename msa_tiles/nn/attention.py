@@ -126,8 +126,7 @@ class MiniMaxSparseAttention(nn.Module):
         want_kl = self.training if return_kl is None else return_kl
         positions = _positions(hidden.shape[0], cu_seqlens, hidden.device)
 
-        q = self._heads(self.q_proj(hidden), self.head_dim, self.q_norm, positions)
-        k = self._heads(self.k_proj(hidden), self.head_dim, self.k_norm, positions)
+        q, k = self._main_branch(hidden, positions)
         v = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
         where = {
             "cu_seqlens_q": cu_seqlens,
@@ -140,6 +139,14 @@ class MiniMaxSparseAttention(nn.Module):
             q, k, v, hidden.detach(), positions, where, token_weights, want_kl, return_block_indices
         )
         return AttentionOutput(self.o_proj(out.flatten(1)).view(*shape[:-1], -1), kl, selected)
+
+    def queries_and_keys(self, hidden: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """q [T, Hq, D] and k [Tk, Hkv, D] of the main branch for ``hidden`` [T, hidden_size], to look at attention."""
+        return self._main_branch(hidden, _positions(hidden.shape[0], cu_seqlens, hidden.device))
+
+    def _main_branch(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        q = self._heads(self.q_proj(hidden), self.head_dim, self.q_norm, positions)
+        return q, self._heads(self.k_proj(hidden), self.head_dim, self.k_norm, positions)
 
     def _index_branch(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """idx_q [T, Hkv, Di] and idx_k [T, Di]."""
