@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +184,19 @@ def test_compiled_checkpointed_and_under_autocast(warmup):
         torch.testing.assert_close(replayed[name], want, rtol=0, atol=0)
         assert rounded[name].dtype == torch.float32
         assert torch.cosine_similarity(rounded[name].flatten(), want.flatten(), dim=0) > 0.97, name
+
+
+def test_the_example_of_the_readme_runs_and_does_what_its_comments_say(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU here may be one without kernels
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)[1]
+    (example,) = (block for block in re.findall(r"```py\n(.*?)```", text, flags=re.DOTALL) if "layer" in block)
+    example = example.replace("(2, 700, 512", "(2, 150, 512")
+    names: dict = {}
+    exec(compile(first[: first.index("def random")] + example, "README.md", "exec"), names)
+    layer = names["layer"]
+    assert not layer.warmup and names["out"].shape == (2, 150, 512) and names["kl"].dtype == torch.float32
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 def test_norm_and_rotation():
