@@ -14,6 +14,8 @@ Every operator takes the same keyword arguments that say where things are:
   not): queries of other shards get NaN in scores, outputs and LSE, and ids -1; ``check=True`` refuses such a call.
 - ``check=True`` reads device contents to the host and checks them; this synchronises.
 
+`sparse_attention`, `dense_attention`, `index_kl` and their whole, `msa_attention`, are differentiable, once.
+
 ``backend`` is ``auto``, ``tilelang``, ``cutedsl`` or ``reference``. A DSL that is named must have a kernel for the
 operator itself; the helpers that the operator launches on its way (a schedule, a merge) are of that DSL where it has
 them, and of another elsewhere. ``cutedsl`` needs the extra of that name. Wrong arguments raise ``ValueError`` or
@@ -23,11 +25,15 @@ them, and of another elsewhere. ``cutedsl`` needs the extra of that name. Wrong 
 from msa_tiles.ops.combine import combine
 from msa_tiles.ops.decode_score import decode_score
 from msa_tiles.ops.decode_topk import decode_topk
+from msa_tiles.ops.dense_attention import dense_attention
+from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.index_score import index_score
+from msa_tiles.ops.msa_attention import msa_attention
 from msa_tiles.ops.msa_decode import decode_workspace_bytes, msa_decode
 from msa_tiles.ops.schedule import Schedule, build_schedule
 from msa_tiles.ops.select_blocks import select_blocks
 from msa_tiles.ops.sparse_attention import sparse_attention
+from msa_tiles.ops.sparse_attention_backward import sparse_attention_backward
 from msa_tiles.ops.sparse_decode import sparse_decode
 from msa_tiles.ops.topk_select import topk_select
 
@@ -38,10 +44,14 @@ __all__ = [
     "decode_score",
     "decode_topk",
     "decode_workspace_bytes",
+    "dense_attention",
+    "index_kl",
     "index_score",
+    "msa_attention",
     "msa_decode",
     "select_blocks",
     "sparse_attention",
+    "sparse_attention_backward",
     "sparse_decode",
     "topk_select",
 ]

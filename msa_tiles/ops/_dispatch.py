@@ -99,6 +99,32 @@ def attention_kernels() -> Any:
     return importlib.import_module("msa_tiles.ops._attention_kernels")
 
 
+def training_kernels() -> Any:
+    """The module that launches index_kl and the attention backward on CUDA, imported on first use.
+
+    Its functions get arguments that are validated and not empty (T, Tk and B are positive, and so is topk where there
+    are ids), after a kernel was found for ``facts``. ``where`` is a `Place` of flat keys. Gradients that come in have a
+    unit last stride, else any strides; those that go out are contiguous and hold anything before. The functions must
+    not synchronise, and must bound what they allocate by ``workspace_bytes`` for whatever grows with T * topk, by
+    working through windows of queries; FP32 accumulators of the size of a gradient come on top.
+
+    ``schedule`` is None or ``(edges, tasks, counts, window)`` as `attention_kernels` has made it for the forward call.
+    With ``deterministic`` three runs are bitwise equal; without, the order of FP32 additions is free.
+
+    - ``sparse_attention_backward(facts, backend, dout, q, k, v, out, lse, block_indices, dlse, where, *, block_size,
+      softmax_scale, longest_k, schedule, workspace_bytes, deterministic, dq, dk, dv)``: fills the last three, all of
+      their rows. ``dlse`` may be None. A row whose lse is -inf gets 0 and gives nothing, though its ``dout`` and
+      ``dlse`` may hold NaN.
+    - ``index_kl(facts, backend, q, k, lse, idx_q, idx_k, block_indices, where, *, block_size, softmax_scale,
+      index_scale, token_weights, longest_k, schedule, workspace_bytes, deterministic, loss, d_idx_q, d_idx_k)``: fills
+      the last three; ``loss`` is a scalar. ``block_indices`` None: the whole prefix. ``token_weights`` is None or
+      float32 [T]. ``d_idx_q`` and ``d_idx_k`` are None in a call that wants the loss alone. The gradients are those of
+      a loss gradient of 1: the pass over the main scores that gives the loss gives them too, once the index LSE of
+      every query is known.
+    """
+    return importlib.import_module("msa_tiles.ops._training_kernels")
+
+
 class Place(NamedTuple):
     """Where queries and keys stand, as kernels take it; an absent tensor is replaced by one that is not read."""
 

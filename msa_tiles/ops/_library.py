@@ -22,6 +22,7 @@ class OperatorPair:
     transforms or differentiates goes past it.
     """
 
+    name: str
     registered_functional: Any
     registered_mutating: Any
     compute: Callable[..., Any]
@@ -62,6 +63,20 @@ def plain(arguments: Sequence[Any]) -> bool:
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
+def _without_autocast(write: Callable[..., None]) -> Callable[..., None]:
+    """``write`` with autocast off: it would recast the steps inside an operator, and their accumulators with them."""
+
+    def plainly(*args: Any) -> None:
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                write(*args)
+        else:
+            write(*args)
+
+    return plainly
+
+
 def define(
     name: str,
     arguments: str,
@@ -76,6 +91,7 @@ def define(
     from shapes alone and is therefore the fake kernel too; ``write(*arguments, *outputs)`` fills them. ``scratch``
     names an optional tensor that only the twin takes, behind the outputs, and may overwrite.
     """
+    write = _without_autocast(write)
 
     def compute(*args: Any) -> Any:
         results = allocate(*args)
@@ -105,4 +121,4 @@ def define(
         schema=f"({arguments}, {', '.join(mutated)}) -> ()",
     )
     mutating.register_fake(fake_write)
-    return OperatorPair(functional, mutating, compute, write, len(mutated))
+    return OperatorPair(f"{NAMESPACE}::{name}", functional, mutating, compute, write, len(mutated))

@@ -149,6 +149,49 @@ def attention(write: Write) -> Write:
     return write_shards
 
 
+def attention_backward(write: Write) -> Write:
+    """``write(dout, q, k, v, out, lse, block_indices, dlse, *where, block_size, …, dq, dk, dv)``, also for shards."""
+
+    def write_shards(*arguments: Any) -> None:
+        (*tensors, block_indices, dlse), rest = arguments[:8], arguments[8:]
+        q, (*_, backend, dq, dk, dv) = tensors[1], rest
+        if _as_it_is(rest, backend, q):
+            write(*arguments)
+            return
+        shard = Shard(Where(*rest[:PLACE]), q.shape[0], rest[PLACE])
+        write(*tensors, shard.local_ids(block_indices), dlse, *shard.where.arguments(), *rest[PLACE:])
+        _spoil_gradients(shard, dq, dk, dv)
+
+    return write_shards
+
+
+def divergence(write: Write) -> Write:
+    """``write(q, k, lse, idx_q, idx_k, block_indices, *where, block_size, …, loss, d_idx_q, d_idx_k)``, the same."""
+
+    def write_shards(*arguments: Any) -> None:
+        (*tensors, block_indices), rest = arguments[:6], arguments[6:]
+        q, (*_, backend, loss, d_idx_q, d_idx_k) = tensors[0], rest
+        if _as_it_is(rest, backend, q):
+            write(*arguments)
+            return
+        shard = Shard(Where(*rest[:PLACE]), q.shape[0], rest[PLACE])
+        local = None if block_indices is None else shard.local_ids(block_indices)
+        write(*tensors, local, *shard.where.arguments(), *rest[PLACE:])
+        loss.masked_fill_(shard.broken.any(), torch.nan)
+        if d_idx_q.numel():
+            _spoil_gradients(shard, d_idx_q, d_idx_k)
+
+    return write_shards
+
+
+def _spoil_gradients(shard: Shard, of_queries: Tensor, *of_keys: Tensor) -> None:
+    """NaN for the queries of a shard that no kernel can serve, and for all keys: which are theirs is not looked up."""
+    broken = shard.broken.view(-1, *[1] * (of_queries.dim() - 1))
+    of_queries.masked_fill_(broken, torch.nan)
+    for gradient in of_keys:
+        gradient.masked_fill_(broken.any(), torch.nan)
+
+
 def check_offsets(where: Where, block_size: int, backend: str, device: torch.device) -> None:
     """Refuse offsets that kernels cannot serve. Reads them to the host."""
     if where.k_offset is None or _dispatch.runs_reference(backend, device):

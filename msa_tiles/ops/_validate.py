@@ -74,6 +74,17 @@ def int32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor, 
     return value
 
 
+def float32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor, like_name: str) -> Tensor:
+    """A float32 tensor of this shape on the device of ``like``."""
+    tensor(name, value, dims)
+    if value.dtype != torch.float32:
+        refuse_type(name, f"dtype {value.dtype}", "torch.float32")
+    if any(size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
+        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(shape)}")
+    same_device(name, value, like, like_name)
+    return value
+
+
 def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
     if value.device != like.device:
         refuse(name, f"device {value.device}", f"{like.device} like {like_name}")
@@ -113,12 +124,12 @@ def scale(name: str, value: Any) -> None:
         refuse(name, f"a {type(value).__name__}", "None: bfloat16, float32 and float64 tensors have no scale")
 
 
-def softmax_scale(value: Any, head_dim: int) -> float:
+def softmax_scale(value: Any, head_dim: int, name: str = "softmax_scale") -> float:
     """The scale as a number; ``D ** -0.5`` by default."""
     if value is None:
         return head_dim**-0.5
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        refuse_type("softmax_scale", type(value).__name__, "a number or None")
+        refuse_type(name, type(value).__name__, "a number or None")
     return float(value)
 
 

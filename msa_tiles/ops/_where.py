@@ -74,6 +74,10 @@ class Where:
             "k_offset": self.k_offset,
         }
 
+    def flat_keywords(self) -> dict[str, Any]:
+        """The same for the functions of the reference that know no pages."""
+        return {name: value for name, value in self.keywords().items() if name != "page_table"}
+
     def without_pages(self) -> Where:
         """The same for an operator that reads no keys."""
         return replace(self, page_table=None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _gradients, _library, _shard, _training, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 
@@ -45,6 +45,7 @@ def sparse_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    deterministic: bool | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax over the visible tokens of the selected blocks of (<q, k> * softmax_scale)``, times v.
@@ -56,12 +57,20 @@ def sparse_attention(
 
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
+
+    Differentiable in q, k and v through both results, on flat keys and without the caller's buffers (see
+    `sparse_attention_backward`); once. ``deterministic`` is about these gradients: True repeats them bit for bit, None
+    follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` q, k and v are cast to its dtype.
     """
+    q, k, v = _training.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     arguments, scratch = attention_arguments(
         q, k, v, block_indices, where, check, block_size, softmax_scale, (q_scale, k_scale, v_scale), schedule,
         workspace, backend,
     )  # fmt: skip
+    if _training.records(q, k, v):
+        _training.no_buffers(out=out, lse=lse, workspace=scratch)
+    arguments = (*arguments[:-1], _training.deterministic(deterministic), arguments[-1])
     return run(_OPERATOR, arguments, scratch, q, out, lse, return_lse)
 
 
@@ -253,15 +262,24 @@ def _launch(
     )
 
 
+def _write_forward(*arguments: Any) -> None:
+    """`write_attention` as kernels and the reference take it: which gradients are wanted is no matter of theirs."""
+    _WRITE(*arguments[:DETERMINISTIC], *arguments[DETERMINISTIC + 1 :])
+
+
 SCHEMA = (
     f"Tensor q, Tensor k, Tensor v, Tensor block_indices, {_where.ARGUMENTS}, SymInt block_size, float softmax_scale, "
     "Tensor? edges, Tensor? tasks, Tensor? counts, SymInt window, SymInt workspace_bytes, str backend"
 )
+# Where `deterministic` stands among the arguments of the operator, in front of the backend.
+DETERMINISTIC = 19
+_WRITE = _shard.attention(functools.partial(write_attention, "sparse_attention", {}, _launch))
 _OPERATOR = _library.define(
     "sparse_attention",
-    SCHEMA,
+    SCHEMA.replace("str backend", "bool deterministic, str backend"),
     ("out", "lse"),
     allocate_attention,
-    _shard.attention(functools.partial(write_attention, "sparse_attention", {}, _launch)),
+    _write_forward,
     scratch="workspace",
 )
+_training.register(_OPERATOR, _gradients.setup, _gradients.backward)

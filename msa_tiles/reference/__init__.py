@@ -6,19 +6,25 @@ are trusted: `msa_tiles.ops` validates them.
 """
 
 from msa_tiles.reference import plain
-from msa_tiles.reference.attention import combine, sparse_attention
+from msa_tiles.reference.attention import combine, dense_attention, sparse_attention
+from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
 from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.indexer import index_score, select_blocks
+from msa_tiles.reference.kl import index_kl
 from msa_tiles.reference.schedule import build_schedule
 from msa_tiles.reference.selection import topk_select
 
 __all__ = [
     "build_schedule",
     "combine",
+    "dense_attention",
+    "dense_attention_backward",
+    "index_kl",
     "index_score",
     "plain",
     "select_blocks",
     "sparse_attention",
+    "sparse_attention_backward",
     "split_selection",
     "topk_select",
 ]

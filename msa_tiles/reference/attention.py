@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.reference import pieces
 from msa_tiles.reference.batch import accumulator, flat_or_paged, key_rows, read_batch
 from msa_tiles.reference.schedule import build_schedule
 
@@ -44,21 +45,43 @@ def sparse_attention(
     lse = torch.full((total_q, num_q_heads), -torch.inf, dtype=torch.float32, device=q.device)
     if schedule is None:
         schedule = build_schedule(block_indices, block_size=block_size, **flat_or_paged(k, page_table), **where)
-    edges, tasks, counts = (part[0] for part in schedule)
     for head in range(num_kv_heads):
         heads = slice(head * group, (head + 1) * group)
         state = _OnlineSoftmax(total_q, group, head_dim, dtype, q.device)
-        for index, block, first, length in tasks[head, : int(counts[head, 0])].tolist():
-            request = batch.requests[index]
-            begin, end = request.block_rows(block, block_size)
-            rows = torch.div(edges[head, first : first + length].to(torch.int64), topk, rounding_mode="floor")
-            keys, present = key_rows(k[:, head], request, begin, end, page_table)
-            values, _ = key_rows(v[:, head], request, begin, end, page_table)
-            positions = torch.arange(request.key_offset + begin, request.key_offset + end, device=q.device)
+        for piece in pieces.selected(batch, schedule, head, topk, block_size):
+            keys, present = key_rows(k[:, head], piece.request, piece.begin, piece.end, page_table)
+            values, _ = key_rows(v[:, head], piece.request, piece.begin, piece.end, page_table)
+            visible = piece.visible(batch)
             if present is not None:
-                keys, values, positions = keys[present], values[present], positions[present]
-            scores = q[rows, heads].to(dtype).mul_(scale) @ keys.to(dtype).T
-            state.add(rows, scores, values.to(dtype), positions <= batch.limit[rows, None])
+                keys, values, visible = keys[present], values[present], visible[:, present]
+            scores = q[piece.rows, heads].to(dtype).mul_(scale) @ keys.to(dtype).T
+            state.add(piece.rows, scores, values.to(dtype), visible)
+        out[:, heads], lse[:, heads] = state.result(q.dtype)
+    return out, lse
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **where: Any
+) -> tuple[Tensor, Tensor]:
+    """Softmax over everything that a query may see, times V: out [T, Hq, D] like q, lse float32 [T, Hq].
+
+    ``q`` [T, Hq, D]; ``k``, ``v`` [Tk, Hkv, D]; ``where`` as in `read_batch`, without pages. Otherwise as
+    `sparse_attention`, chunk by chunk.
+    """
+    batch = read_batch(q.shape[0], q.device, total_k=k.shape[0], **where)
+    total_q, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_q_heads // num_kv_heads
+    dtype = accumulator(q.dtype)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros((total_q, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.full((total_q, num_q_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    for head in range(num_kv_heads):
+        heads = slice(head * group, (head + 1) * group)
+        state = _OnlineSoftmax(total_q, group, head_dim, dtype, q.device)
+        for piece in pieces.prefix(batch):
+            scores = q[piece.rows, heads].to(dtype).mul_(scale) @ k[piece.flat, head].to(dtype).T
+            state.add(piece.rows, scores, v[piece.flat, head].to(dtype), piece.visible(batch))
         out[:, heads], lse[:, heads] = state.result(q.dtype)
     return out, lse
 

@@ -14,9 +14,18 @@ from torch import Tensor
 
 from msa_tiles.quant import dequantize
 from msa_tiles.reference.attention import combine
-from msa_tiles.reference.batch import accumulator, flat_or_paged, key_rows, read_batch, score_width
+from msa_tiles.reference.batch import Batch, Request, accumulator, flat_or_paged, key_rows, read_batch, score_width
 
-__all__ = ["build_schedule", "combine", "index_score", "select_blocks", "sparse_attention", "topk_select"]
+__all__ = [
+    "build_schedule",
+    "combine",
+    "index_kl",
+    "index_score",
+    "select_blocks",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "topk_select",
+]
 
 
 def index_score(
@@ -185,9 +194,7 @@ def sparse_attention(
         rows = slice(request.query_begin, request.query_end)
         keys, present = key_rows(k, request, 0, request.num_keys, page_table)
         values, _ = key_rows(v, request, 0, request.num_keys, page_table)
-        positions = torch.arange(request.key_offset, request.key_end, device=q.device)
-        blocks = torch.div(positions, block_size, rounding_mode="floor")
-        chosen = (block_indices[:, rows, :, None] == blocks).any(2) & (positions <= batch.limit[rows, None])
+        chosen = _chosen(batch, request, block_indices, block_size)
         if present is not None:
             chosen = chosen & present
         chosen = chosen.repeat_interleave(group, 0)
@@ -199,3 +206,97 @@ def sparse_attention(
         out[rows] = torch.einsum("htj,jhd->thd", weights, values).to(q.dtype)
         lse[rows] = total.T.to(torch.float32)
     return out, lse
+
+
+def _chosen(batch: Batch, request: Request, block_indices: Tensor, block_size: int) -> Tensor:
+    """Which keys of a request its queries select and see: bool [Hkv, n, keys]."""
+    rows = slice(request.query_begin, request.query_end)
+    positions = torch.arange(request.key_offset, request.key_end, device=block_indices.device)
+    blocks = torch.div(positions, block_size, rounding_mode="floor")
+    return (block_indices[:, rows, :, None] == blocks).any(2) & (positions <= batch.limit[rows, None])
+
+
+def sparse_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.sparse_attention_backward`."""
+    batch = read_batch(q.shape[0], q.device, total_k=k.shape[0], **where)
+    dtype = accumulator(q.dtype)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (torch.zeros(part.shape, dtype=dtype, device=q.device) for part in (q, k, v))
+    for request in batch.requests:
+        rows = slice(request.query_begin, request.query_end)
+        flat = slice(request.key_row, request.key_row + request.num_keys)
+        keys, values = (part[flat].to(dtype).repeat_interleave(group, 1) for part in (k, v))
+        chosen = _chosen(batch, request, block_indices, block_size).repeat_interleave(group, 0)
+        empty = ~chosen.any(-1).T[..., None]
+        queries, gradient = q[rows].to(dtype), dout[rows].to(dtype).masked_fill(empty, 0.0)
+        weights = torch.exp(torch.einsum("thd,jhd->htj", queries, keys) * scale - lse[rows].T[..., None].to(dtype))
+        weights = weights.masked_fill(~chosen, 0.0)
+        delta = (out[rows].to(dtype) * gradient).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[rows].to(dtype).masked_fill(empty[..., 0], 0.0)
+        dscores = weights * (torch.einsum("thd,jhd->htj", gradient, values) - delta.T[..., None]) * scale
+        dq[rows] = torch.einsum("htj,jhd->thd", dscores, keys)
+        dk[flat] = torch.einsum("htj,thd->jhd", dscores, queries).unflatten(1, (-1, group)).sum(2)
+        dv[flat] = torch.einsum("htj,thd->jhd", weights, gradient).unflatten(1, (-1, group)).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def index_kl(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    idx_q: Tensor,
+    idx_k: Tensor,
+    block_indices: Tensor | None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    index_scale: float | None = None,
+    token_weights: Tensor | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.index_kl`."""
+    batch = read_batch(q.shape[0], q.device, total_k=k.shape[0], **where)
+    dtype = accumulator(q.dtype)
+    total_q, num_heads, index_dim = idx_q.shape
+    group = q.shape[1] // num_heads
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    index_scale = index_dim**-0.5 if index_scale is None else index_scale
+    weights = torch.ones(total_q, dtype=dtype, device=q.device) if token_weights is None else token_weights.to(dtype)
+    loss = torch.zeros((), dtype=dtype, device=q.device)
+    d_idx_q, d_idx_k = (torch.zeros(part.shape, dtype=dtype, device=q.device) for part in (idx_q, idx_k))
+    for request in batch.requests:
+        rows = slice(request.query_begin, request.query_end)
+        flat = slice(request.key_row, request.key_row + request.num_keys)
+        if block_indices is None:
+            positions = torch.arange(request.key_offset, request.key_end, device=q.device)
+            chosen = (positions <= batch.limit[rows, None]).expand(num_heads, -1, -1)
+        else:
+            chosen = _chosen(batch, request, block_indices, block_size)
+        keys = k[flat].to(dtype).repeat_interleave(group, 1)
+        scores = torch.einsum("thd,jhd->htj", q[rows].to(dtype), keys) * scale
+        teacher = torch.exp(scores - lse[rows].T[..., None].to(dtype)).unflatten(0, (num_heads, group)).mean(1)
+        teacher = teacher.masked_fill(~chosen, 0.0)
+        index_scores = torch.einsum("thd,jd->htj", idx_q[rows].to(dtype), idx_k[flat].to(dtype)) * index_scale
+        # A row without a key is NaN until its hidden keys are filled.
+        log_q = index_scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0.0)
+        share = weights[rows] / (total_q * num_heads)
+        loss += (share[:, None] * torch.xlogy(teacher, teacher).sub(teacher * log_q)).sum()
+        dscores = share[:, None] * (torch.where(chosen, log_q.exp(), 0.0) - teacher) * index_scale
+        d_idx_q[rows] = torch.einsum("htj,jd->thd", dscores, idx_k[flat].to(dtype))
+        d_idx_k[flat] = torch.einsum("htj,thd->jd", dscores, idx_q[rows].to(dtype))
+    return loss, d_idx_q.to(idx_q.dtype), d_idx_k.to(idx_k.dtype)

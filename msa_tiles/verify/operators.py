@@ -16,7 +16,7 @@ from msa_tiles import ops, reference
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import build_on
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import compare, schedules
+from msa_tiles.verify import compare, schedules, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -66,7 +66,10 @@ def scales_of_index(source: Source, dims: Mapping[str, int], lengths: Lengths, s
 
 
 class Check(Protocol):
-    """One operator on one set of inputs."""
+    """One operator on one set of inputs.
+
+    A check may say ``repeatable = False``: then runs need not be bitwise equal, and each is compared.
+    """
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         """Call the operator; with `into_buffers` the outputs are the caller's, poisoned before and checked around."""
@@ -231,7 +234,7 @@ class SelectBlocks:
 class SparseAttention:
     """Outputs against the reference in float32 on the same inputs; every block goes through the kernel of that name."""
 
-    op = staticmethod(ops.sparse_attention)
+    op: Any = staticmethod(ops.sparse_attention)
     hybrid = False
     fill = 0
 
@@ -408,4 +411,5 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "build_schedule": BuildSchedule,
     "split_selection": SplitSelection,
     "shared_attention": SharedAttention,
+    **training.CHECKS,
 }

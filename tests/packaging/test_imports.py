@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "skeletons": {"dsl"},
     "runtime": {"spec", "paths", "sources", "errors"},
     "ops": {"runtime", "spec", "paths", "reference", "quant"},
+    "nn": {"ops"},
     "simulator": set(),
     "verify": {"ops", "runtime", "spec", "reference", "quant", "paths"},
     "bench": {"ops", "runtime", "spec", "reference", "paths"},

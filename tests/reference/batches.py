@@ -154,3 +154,14 @@ def batches(draw: st.DrawFn, block_size: int, storages: tuple[str, ...] = ("flat
         has_offsets=has_offsets,
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+@st.composite
+def selections(draw: st.DrawFn, kv_heads: int, rows: int, blocks: int, topk: int) -> Tensor:
+    """Distinct ids in no order, -1 anywhere, some of blocks that do not exist."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    candidates = max(blocks + 2, topk)
+    ids = torch.rand(kv_heads, rows, candidates, generator=generator).argsort(-1)[..., :topk]
+    missing = torch.rand(ids.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+    wild = draw(st.sampled_from([-1, -1, -7, -(2**31), 2**31 - 1]))
+    return torch.where(missing, wild, ids).to(torch.int32)

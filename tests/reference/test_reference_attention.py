@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import dense
-from reference.batches import DTYPES, batches
+from reference.batches import DTYPES, batches, selections
 
 from msa_tiles import reference
 from msa_tiles.reference import schedule as schedule_module
@@ -21,17 +21,6 @@ STORAGES = ("flat", "used", "paged", "interleaved")
 FEW = settings(max_examples=40, deadline=None)
 # The reference rounds once, at the end, to the output's dtype.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2**-8}
-
-
-@st.composite
-def selections(draw: st.DrawFn, kv_heads: int, rows: int, blocks: int, topk: int) -> torch.Tensor:
-    """Distinct ids in no order, -1 anywhere, some of blocks that do not exist."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    candidates = max(blocks + 2, topk)
-    ids = torch.rand(kv_heads, rows, candidates, generator=generator).argsort(-1)[..., :topk]
-    missing = torch.rand(ids.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-    wild = draw(st.sampled_from([-1, -1, -7, -(2**31), 2**31 - 1]))
-    return torch.where(missing, wild, ids).to(torch.int32)
 
 
 @FORMS

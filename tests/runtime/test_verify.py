@@ -92,6 +92,13 @@ def spoil_first(value: float):  # type: ignore[no-untyped-def]
     return spoil
 
 
+def spoil_last(value: float):  # type: ignore[no-untyped-def]
+    def spoil(outputs: list[torch.Tensor]) -> None:
+        outputs[-1].view(-1)[-1] = value
+
+    return spoil
+
+
 def swap_two_ids(outputs: list[torch.Tensor]) -> None:
     # The last row of the decode cases has no keys and so no ids.
     outputs[0][0, -2, [0, 1]] = outputs[0][0, -2, [1, 0]]
@@ -125,6 +132,14 @@ def move_an_edge(outputs: list[torch.Tensor]) -> None:
         ("sparse_attention", spoil_first(10.0)),
         ("combine", spoil_first(torch.inf)),
         ("combine", lambda outputs: outputs[1].add_(0.01)),
+        ("sparse_attention_backward", spoil_first(torch.nan)),
+        ("sparse_attention_backward", spoil_first(10.0)),
+        ("sparse_attention_backward", lambda outputs: outputs[1].mul_(1.5)),
+        ("sparse_attention_backward", lambda outputs: outputs[2].mul_(1.05)),
+        ("index_kl", lambda outputs: outputs[0].add_(0.01)),
+        ("index_kl", lambda outputs: outputs[1].add_(0.01)),
+        ("index_kl", lambda outputs: outputs[2].mul_(1.5)),
+        ("index_kl", spoil_last(torch.nan)),
         ("build_schedule", drop_an_edge),
         ("build_schedule", move_an_edge),
     ],

@@ -1,0 +1,75 @@
+"""What differentiable operators share: when gradients are recorded, autocast, deterministic mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _library, _validate
+
+# What autocast casts; float64 stays float64, as in torch.
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def records(*tensors: Tensor) -> bool:
+    """Whether autograd will want gradients for one of these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on for their device; anything else as it came."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(value.to(dtype) if isinstance(value, Tensor) and value.dtype in _CAST else value for value in tensors)
+
+
+def deterministic(value: bool | None) -> bool:
+    """The argument of that name: None follows ``torch.use_deterministic_algorithms``."""
+    if value is None:
+        return torch.are_deterministic_algorithms_enabled()
+    _validate.boolean("deterministic", value)
+    return value
+
+
+def unit_last_stride(gradient: Tensor) -> Tensor:
+    """A gradient as kernels read it; autograd hands out expanded and transposed ones too."""
+    if gradient.shape[-1] > 1 and gradient.stride(-1) != 1:
+        return gradient.contiguous()
+    return gradient
+
+
+def no_buffers(**buffers: Any) -> None:
+    """Refuse a caller's buffers in a call that autograd records: what is written into them has no gradient."""
+    for name, value in buffers.items():
+        if isinstance(value, Tensor):
+            _validate.refuse(name, "a buffer where gradients are recorded", "None, or a call under torch.no_grad()")
+
+
+def register(
+    operator: _library.OperatorPair,
+    setup: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Sequence[Tensor | None]],
+) -> None:
+    """Give an operator's functional form a gradient: ``setup(ctx, inputs, output)``, ``backward(ctx, *gradients)``.
+
+    ``backward`` answers for the leading tensors; whatever follows them gets no gradient. A graph of the gradients
+    (``create_graph=True``) is refused: without a formula of their own they would count as constants in it.
+    """
+
+    def full(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{operator.name} is differentiable once: it has no gradient under create_graph=True")
+        found = tuple(backward(ctx, *gradients))
+        return found + (None,) * (ctx.num_inputs - len(found))
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.num_inputs = len(inputs)
+        ctx.set_materialize_grads(False)
+        setup(ctx, inputs, output)
+
+    operator.registered_functional.register_autograd(full, setup_context=remember)
