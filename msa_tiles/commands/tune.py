@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,8 @@ def _figures(
     cells: Sequence[Any], device: Any, labels: Sequence[str] | None, seconds: float
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(workload, queries, milliseconds by cell) for each bench workload of the operator."""
+    import torch
+
     from msa_tiles import paths
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
@@ -86,11 +89,24 @@ def _figures(
         if labels and workload.label not in labels:
             continue
         case = Case(cells[0], operator, workload, operator.m3, 0.0)
-        calls: dict[str, Callable[[], Any]] = {}
-        for cell in cells:
-            check = CHECKS[cell.op](case, Source(device, 0, workload.values), False, cell.dsl)
-            calls[cell.id] = functools.partial(check.run, False)
-        yield workload.label, case.dims["total_q"], measure(calls, seconds)
+        check: Any = None
+        try:
+            # All run on the same inputs: those of the longest workloads fit a GPU once.
+            check = CHECKS[cells[0].op](case, Source(device, 0, workload.values), False, cells[0].dsl)
+            figure = measure({cell.id: functools.partial(_run, check, cell.dsl) for cell in cells}, seconds)
+        except torch.OutOfMemoryError:
+            console.complain(f"msa-tiles tune: {cells[0].op} {workload.label} does not fit this GPU and is left out")
+            continue
+        finally:
+            check = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        yield workload.label, case.dims["total_q"], figure
+
+
+def _run(check: Any, dsl: str) -> Any:
+    check.backend = dsl
+    return check.run(False)
 
 
 def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
