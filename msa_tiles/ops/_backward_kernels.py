@@ -86,7 +86,7 @@ def sparse_attention_backward(
     marks = block_indices.new_zeros((window, num_kv_heads, topk))
     chunks = lse.new_empty((max(most_chunks(window * topk, num_kv_heads), 1), 2, block_size, head_dim))
     sums = lse.new_zeros((2, *k.shape))
-    num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
+    num_ctas = _num_ctas(q.device)
     scales = softmax_scale, softmax_scale * LOG2_E
     for index in range(windows):
         first, last = index * window, min((index + 1) * window, total_q)
@@ -151,13 +151,24 @@ def gradient_rows(
 
 
 def merge_gradients(
-    facts: CallFacts, partial_dq: Tensor, marks: Tensor, tasks: Tensor, counts: Tensor, chunks: Tensor, sums: Tensor
+    facts: CallFacts,
+    backend: str,
+    partial_dq: Tensor,
+    marks: Tensor,
+    tasks: Tensor,
+    counts: Tensor,
+    chunks: Tensor,
+    sums: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """dq [T, Hq, D] and the sums [2, Tk, Hkv, D] of one window, which are added to in place."""
     dq = partial_dq.new_empty((partial_dq.shape[0], *partial_dq.shape[2:]))
-    kernel = _find(facts, "auto", "merge_gradients", {"head_dim": dq.shape[2]})
+    kernel = _find(facts, backend, "merge_gradients", {"head_dim": dq.shape[2]})
     kernel(partial_dq, marks, tasks, counts, chunks, sums, dq, 0)
     return dq, sums
+
+
+def _num_ctas(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:

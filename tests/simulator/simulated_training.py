@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import simulated_calls
 import torch
 from simulated_calls import TOKEN_MAJOR, Call
 
 from msa_tiles import reference
-from msa_tiles.ops import _training_kernels
-from msa_tiles.verify import compare
+from msa_tiles.ops import _attention_kernels, _backward_kernels
+from msa_tiles.verify import compare, gradient_parts
 from msa_tiles.verify.inputs import spread
 
-OPERATORS = ("sparse_attention_backward",)
-LOG2_E = math.log2(math.e)
+OPERATORS = ("gradient_rows", "merge_gradients", "sparse_attention_backward")
+
+
+def gradient_rows(call: Call, *, head_dim: int, heads: int, with_dlse: bool = True) -> None:
+    dims = {"total_q": call.total_q, "num_q_heads": heads, "head_dim": head_dim}
+    given = gradient_parts.random_rows(call.source, dims, call.strided)
+    rows = torch.full((call.total_q, heads, 2), math.nan)
+    call.run("gradient_rows", {"head_dim": head_dim}, *given, rows, int(with_dlse))
+    wanted = reference.gradient_rows(*given[:3], dlse=given.dlse if with_dlse else None)
+    compare.numbers("rows", rows, wanted, 1e-4)
+
+
+def merge_gradients(call: Call, *, head_dim: int, group: int, topk: int, num_tasks: int, heads: int = 1) -> None:
+    dims = {
+        "total_q": call.total_q, "total_k": call.total_k, "num_kv_heads": heads, "num_q_heads": heads * group,
+        "head_dim": head_dim, "topk": topk, "block_size": 64, "num_tasks": num_tasks, "num_chunks": heads * num_tasks,
+    }  # fmt: skip
+    given = gradient_parts.random_parts(call.source, dims)
+    wanted = reference.merge_gradients(*given)
+    dq = torch.full((call.total_q, heads * group, head_dim), math.nan).bfloat16()
+    call.run("merge_gradients", {"head_dim": head_dim}, *given, dq, 0)
+    compare.numbers("dq", dq.float(), wanted[0].float(), 0.04)
+    compare.numbers("sums", given.sums, wanted[1], 1e-5)
+
+
+@contextmanager
+def launches(call: Call, ctas: int) -> Iterator[None]:
+    """What msa_tiles.ops launches on a GPU runs in the simulator, on so many multiprocessors."""
+
+    def find(facts: Any, backend: str, op: str, variant: Mapping[str, int]) -> Callable[..., None]:
+        return lambda *arguments: call.run(op, variant, *arguments)
+
+    with (
+        mock.patch.object(_attention_kernels, "_find", find),
+        mock.patch.object(_backward_kernels, "_find", find),
+        mock.patch.object(_backward_kernels, "_num_ctas", lambda device: ctas),
+    ):
+        yield
 
 
 def sparse_attention_backward(
@@ -27,12 +68,13 @@ def sparse_attention_backward(
     heads: int = 1,
     window: int | None = None,
     ctas: int = 2,
-    tasks: int = 1,
     sticky: bool = False,
+    given: bool = False,
+    repeats: int = 1,
 ) -> None:
-    """The main kernel over all windows; its parts are added by torch."""
+    """The whole call as msa_tiles.ops launches it; with `given` on the schedule of the forward call."""
     q = call.tensor(call.total_q, heads * group, head_dim)
-    k, v = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    k, v = (call.tensor(call.total_k, heads, head_dim) for _ in range(2))
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
@@ -40,37 +82,33 @@ def sparse_attention_backward(
     options = {"block_size": block_size, **where}
     out, lse = reference.sparse_attention(q.float(), k.float(), v.float(), ids, **options)
     empty = lse == -math.inf
-    dout = call.tensor(call.total_q, heads * group, head_dim)
+    out, dout = out.bfloat16(), call.tensor(*q.shape)
     dout.masked_fill_(empty[..., None], math.nan)
-    dlse = call.source.values(lse.shape, torch.float32)
-    delta = (out * dout.float()).sum(-1) - dlse
-    rows = torch.stack((lse * LOG2_E, delta), -1)
+    dlse = call.source.values(lse.shape, torch.float32).masked_fill(empty, math.nan)
+    if call.strided:
+        out = spread(out)
     window = call.total_q if window is None else window
-    made = simulated_calls.make_schedule(call, at, ids, block_size, window)
-    work, counts = _training_kernels.group_tasks(made.tasks, made.counts, tasks)
-    most = _training_kernels.most_chunks(window * topk, heads, simulated_calls.CHUNK, tasks)
-    claims = torch.zeros(len(made.edges), dtype=torch.int32)
-    marks = torch.zeros((window, heads, topk), dtype=torch.int32)
-    sums = torch.zeros((2, call.total_k, heads, head_dim))
-    dq = torch.zeros(q.shape)
-    scale = head_dim**-0.5
-    variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
-    for index in range(len(made.edges)):
-        partial = torch.full((window, topk, heads * group, head_dim), math.nan).bfloat16()
-        chunks = torch.full((max(most, 1), 2, block_size, head_dim), math.nan)
-        call.run(
-            "sparse_attention_backward", variant, q, dout, k, v, rows, made.edges, work, counts, claims, partial,
-            marks, sums, chunks, scale, scale * LOG2_E, index, ctas,
-        )  # fmt: skip
-        first, count = index * window, min(window, call.total_q - index * window)
-        marked = (marks == index + 1).repeat_interleave(group, 1).transpose(1, 2)[..., None]
-        dq[first : first + count] = partial.float().masked_fill(~marked, 0.0).sum(1)[:count]
-        for head in range(heads):
-            for row, _, _, extent, chunk in work[index, head, : int(counts[index, head])].tolist():
-                if chunk >= 0:
-                    sums[:, row : row + (extent >> 1), head] += chunks[chunk, :, : extent >> 1]
-    wanted = reference.sparse_attention_backward(
-        dout.float(), q.float(), k.float(), v.float(), out, lse, ids, dlse=dlse, **options
-    )
-    for name, got, want, limit in zip(("dq", "dk", "dv"), (dq, *sums), wanted, (0.05, 0.1, 0.1), strict=True):
+    schedule = None
+    if given:
+        made = simulated_calls.make_schedule(call, at, ids, block_size, window)
+        schedule = made.edges, made.tasks, made.counts, window
+    shape = {"block_size": block_size, "group": group}
+    bytes_per_query = _backward_kernels.bytes_per_query(topk, heads * group, heads, head_dim, block_size)
+    facts = types.SimpleNamespace(op="sparse_attention_backward", variant={"head_dim": head_dim, **shape})
+    found: list[tuple[torch.Tensor, ...]] = []
+    for _ in range(repeats):
+        outputs = tuple(torch.full(tensor.shape, math.nan, dtype=torch.bfloat16) for tensor in (q, k, v))
+        names = dict(zip(("dq", "dk", "dv"), outputs, strict=True))
+        with launches(call, ctas):
+            _backward_kernels.sparse_attention_backward(
+                facts, "auto", dout, q, k, v, out, lse, ids, dlse, at, block_size=block_size,
+                softmax_scale=head_dim**-0.5, longest_k=call.lengths.longest_k, schedule=schedule,
+                workspace_bytes=bytes_per_query * window, deterministic=True, **names,
+            )  # fmt: skip
+        found.append(outputs)
+    for again in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], again, strict=True))
+    arguments = (tensor.float() for tensor in (dout, q, k, v, out))
+    wanted = reference.sparse_attention_backward(*arguments, lse, ids, dlse=dlse, **options)
+    for name, got, want, limit in zip(("dq", "dk", "dv"), found[0], wanted, (0.05, 0.1, 0.1), strict=True):
         compare.numbers(name, got, want, limit)

@@ -11,7 +11,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.packing import high_half, low_half, pack_halves
 
-ELEMENT = "bfloat16"  # <- precision.query
+ELEMENT = "bfloat16"  # <- precision.output
 ROWS = 16  # <- tile.rows
 UNROLL = 16  # <- tile.unroll
 PASS_CONFIGS = {
