@@ -93,7 +93,7 @@ def sparse_attention_backward(
         work = (edges, tasks, counts, claims)
         main(q, dout, k, v, rows, *work, partial_dq, marks, sums, chunks, *scales, index, num_ctas)
         merge(partial_dq, marks, tasks, counts, chunks, sums, dq[first:last], index)
-    dk.copy_(sums[0])
+    dk.copy_(sums[0].mul_(softmax_scale))
     dv.copy_(sums[1])
 
 

@@ -20,7 +20,7 @@ consumer: two buffers in turn and one barrier of the consumers a tile. A consume
 the tile before, so nobody still reads the buffer that comes next.
 
 dQ of a tile is a partial result of its edges, stored in BF16 for every slot; the merge adds a query's slots in order.
-dK and dV are added to FP32 sums in global memory by the one task of the block that has no chunk number; the others write
+dK and dV go on from FP32 sums in global memory in the one task of the block that has no chunk number; the others write
 theirs as chunks, which the merge adds in order. Windows follow each other. So no sum depends on timing.
 
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows (8 is
@@ -54,8 +54,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     The kernel takes q and dout [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], rows
     [total_q, num_q_heads, 2] (LSE times log2(e), delta) and the window's schedule. It writes partial_dq [window, topk,
     num_q_heads, head_dim] and marks [window, num_kv_heads, topk] = window_index + 1 for every edge of the window, adds to
-    sums [2, total_k, num_kv_heads, head_dim] (dK, dV) and writes chunks [num_chunks, 2, block_size, head_dim].
-    scale_log2 is the softmax scale times log2(e).
+    sums [2, total_k, num_kv_heads, head_dim] (dK without the softmax scale, dV) and writes chunks [num_chunks, 2,
+    block_size, head_dim]. scale is the softmax scale, scale_log2 that times log2(e).
     """
     consumers = block_size // KEYS
     rows_per_query = max(group, 8)
@@ -85,6 +85,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
         dV = T.alloc_fragment([KEYS, head_dim], "float32")
         slot = T.alloc_var("int32")
         phase = T.alloc_var("int32")
+        used = T.alloc_var("int32")
         side = T.alloc_var("int32")
         turn = T.alloc_var("int32")
         running = T.alloc_var("int32")
@@ -114,17 +115,28 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             K_shared[w * KEYS + i, j] = 0
                     T.fence_proxy_async()
                     T.sync_threads(2 + w, 128)
-                T.clear(dK)
-                T.clear(dV)
+                T.barrier_wait(full[slot], phase)
+                T.wgmma_gemm(
+                    K_shared[w * KEYS : (w + 1) * KEYS, :],
+                    Q_shared[slot, :, :],
+                    S,
+                    transpose_B=True,
+                    clear_accum=True,
+                )
+                if chunk < 0:
+                    # Nothing is stored in between, so that all loads are in flight at once.
+                    for i, j in T.Parallel(KEYS, head_dim):
+                        dK[i, j] = T.if_then_else(
+                            w * KEYS + i < (extent >> 1), sums[0, key_row + w * KEYS + i, head, j], 0.0
+                        )
+                    for i, j in T.Parallel(KEYS, head_dim):
+                        dV[i, j] = T.if_then_else(
+                            w * KEYS + i < (extent >> 1), sums[1, key_row + w * KEYS + i, head, j], 0.0
+                        )
+                else:
+                    T.clear(dK)
+                    T.clear(dV)
                 for tile in T.serial(T.ceildiv(num, queries)):
-                    T.barrier_wait(full[slot], phase)
-                    T.wgmma_gemm(
-                        K_shared[w * KEYS : (w + 1) * KEYS, :],
-                        Q_shared[slot, :, :],
-                        S,
-                        transpose_B=True,
-                        clear_accum=True,
-                    )
                     T.wgmma_gemm(
                         V_shared[w * KEYS : (w + 1) * KEYS, :],
                         dO_shared[slot, :, :],
@@ -167,8 +179,25 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             transpose_A=True,
                             clear_accum=True,
                         )
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(free[slot])
+                    used = slot
+                    slot = slot + 1
+                    if slot == STAGES:
+                        slot = 0
+                        phase = phase ^ 1
+                    if (tile + 1) * queries < num:
+                        T.barrier_wait(full[slot], phase)
+                        T.wgmma_gemm(
+                            K_shared[w * KEYS : (w + 1) * KEYS, :],
+                            Q_shared[slot, :, :],
+                            S,
+                            transpose_B=True,
+                            clear_accum=True,
+                        )
+                        T.wait_wgmma(1)
+                    else:
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(kv_free)
+                    T.barrier_arrive(free[used])
                     if not in_turns or side == w:
                         for i, j in T.Parallel(ROWS, columns):
                             dQ[i, j] = dQ[i, j] * scale
@@ -195,26 +224,14 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                         eviction_policy="evict_first",
                                     )
                     side = side ^ 1
-                    slot = slot + 1
-                    if slot == STAGES:
-                        slot = 0
-                        phase = phase ^ 1
-                T.barrier_arrive(kv_free)
                 if chunk < 0:
                     for i, j in T.Parallel(KEYS, head_dim):
                         if w * KEYS + i < (extent >> 1):
-                            sums[0, key_row + w * KEYS + i, head, j] = (
-                                sums[0, key_row + w * KEYS + i, head, j] + dK[i, j] * scale
-                            )
-                    for i, j in T.Parallel(KEYS, head_dim):
-                        if w * KEYS + i < (extent >> 1):
-                            sums[1, key_row + w * KEYS + i, head, j] = (
-                                sums[1, key_row + w * KEYS + i, head, j] + dV[i, j]
-                            )
+                            sums[0, key_row + w * KEYS + i, head, j] = dK[i, j]
+                            sums[1, key_row + w * KEYS + i, head, j] = dV[i, j]
                 else:
                     for i, j in T.Parallel(KEYS, head_dim):
-                        chunks[chunk, 0, w * KEYS + i, j] = dK[i, j] * scale
-                    for i, j in T.Parallel(KEYS, head_dim):
+                        chunks[chunk, 0, w * KEYS + i, j] = dK[i, j]
                         chunks[chunk, 1, w * KEYS + i, j] = dV[i, j]
                 turn = turn + 1
         T.tma_store_wait(0)
