@@ -72,6 +72,32 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
 
     @T.macro
+    def store(
+        w, dQ, dQ_shared, side, edges, partial_dq, first_edge, tile, num, head, scale, window_index
+    ):  # fmt: skip
+        """Send a tile's dQ on its way, if this consumer made it."""
+        if not in_turns or side == w:
+            for i, j in T.Parallel(ROWS, columns):
+                dQ_shared[w, i, j] = dQ[i, j] * scale
+            T.fence_proxy_async()
+            T.sync_threads(2 + w, 128)
+            first_column = 0 if in_turns else w * columns
+            for r in T.unroll(queries):
+                if tile * queries + r < num:
+                    edge = edges[window_index, head, first_edge + tile * queries + r]
+                    for part in T.unroll(columns // 64):
+                        T.tma_copy(
+                            dQ_shared[w, r * rows_per_query : r * rows_per_query + group, part * 64 : part * 64 + 64],
+                            partial_dq[
+                                edge >> 13,
+                                (edge >> 7) & 63,
+                                head * group : head * group + group,
+                                first_column + part * 64 : first_column + part * 64 + 64,
+                            ],
+                            eviction_policy="evict_first",
+                        )
+
+    @T.macro
     def consume(
         w, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared, task_shared,
         kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, chunks, scale, scale_log2, window_index,
@@ -85,7 +111,6 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
         dV = T.alloc_fragment([KEYS, head_dim], "float32")
         slot = T.alloc_var("int32")
         phase = T.alloc_var("int32")
-        used = T.alloc_var("int32")
         side = T.alloc_var("int32")
         turn = T.alloc_var("int32")
         running = T.alloc_var("int32")
@@ -115,14 +140,6 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             K_shared[w * KEYS + i, j] = 0
                     T.fence_proxy_async()
                     T.sync_threads(2 + w, 128)
-                T.barrier_wait(full[slot], phase)
-                T.wgmma_gemm(
-                    K_shared[w * KEYS : (w + 1) * KEYS, :],
-                    Q_shared[slot, :, :],
-                    S,
-                    transpose_B=True,
-                    clear_accum=True,
-                )
                 if chunk < 0:
                     # Nothing is stored in between, so that all loads are in flight at once.
                     for i, j in T.Parallel(KEYS, head_dim):
@@ -137,6 +154,17 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     T.clear(dK)
                     T.clear(dV)
                 for tile in T.serial(T.ceildiv(num, queries)):
+                    T.barrier_wait(full[slot], phase)
+                    T.wgmma_gemm(
+                        K_shared[w * KEYS : (w + 1) * KEYS, :],
+                        Q_shared[slot, :, :],
+                        S,
+                        transpose_B=True,
+                        clear_accum=True,
+                    )
+                    # dQ of the tile before leaves while S is made.
+                    if tile > 0:
+                        store(w, dQ, dQ_shared, side ^ 1, edges, partial_dq, first_edge, tile - 1, num, head, scale, window_index)
                     T.wgmma_gemm(
                         V_shared[w * KEYS : (w + 1) * KEYS, :],
                         dO_shared[slot, :, :],
@@ -179,51 +207,18 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             transpose_A=True,
                             clear_accum=True,
                         )
-                    used = slot
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[slot])
+                    side = side ^ 1
                     slot = slot + 1
                     if slot == STAGES:
                         slot = 0
                         phase = phase ^ 1
-                    if (tile + 1) * queries < num:
-                        T.barrier_wait(full[slot], phase)
-                        T.wgmma_gemm(
-                            K_shared[w * KEYS : (w + 1) * KEYS, :],
-                            Q_shared[slot, :, :],
-                            S,
-                            transpose_B=True,
-                            clear_accum=True,
-                        )
-                        T.wait_wgmma(1)
-                    else:
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(kv_free)
-                    T.barrier_arrive(free[used])
-                    if not in_turns or side == w:
-                        for i, j in T.Parallel(ROWS, columns):
-                            dQ[i, j] = dQ[i, j] * scale
-                        T.copy(dQ, dQ_shared[w, :, :])
-                        T.fence_proxy_async()
-                        T.sync_threads(2 + w, 128)
-                        first_column = 0 if in_turns else w * columns
-                        for r in T.unroll(queries):
-                            if tile * queries + r < num:
-                                edge = edges[window_index, head, first_edge + tile * queries + r]
-                                for part in T.unroll(columns // 64):
-                                    T.tma_copy(
-                                        dQ_shared[
-                                            w,
-                                            r * rows_per_query : r * rows_per_query + group,
-                                            part * 64 : part * 64 + 64,
-                                        ],
-                                        partial_dq[
-                                            edge >> 13,
-                                            (edge >> 7) & 63,
-                                            head * group : head * group + group,
-                                            first_column + part * 64 : first_column + part * 64 + 64,
-                                        ],
-                                        eviction_policy="evict_first",
-                                    )
-                    side = side ^ 1
+                T.barrier_arrive(kv_free)
+                store(
+                    w, dQ, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1, num, head,
+                    scale, window_index,
+                )  # fmt: skip
                 if chunk < 0:
                     for i, j in T.Parallel(KEYS, head_dim):
                         if w * KEYS + i < (extent >> 1):
