@@ -78,47 +78,50 @@ def sparse_attention_backward(
         _attention_kernels.build_schedule(
             facts, block_indices, where, block_size=block_size, window=window, backend=backend, **parts
         )
-    tasks, counts = group_tasks(tasks, counts)
+    total_k = k.shape[0]
+    tasks, counts = group_tasks(tasks, counts, total_k, block_size)
     rows = gradient_rows(facts, backend, dout, out, lse, dlse)
     windows = edges.shape[0]
     claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
     partial_dq = q.new_empty((window, topk, num_q_heads, head_dim))
     marks = block_indices.new_zeros((window, num_kv_heads, topk))
-    chunks = lse.new_empty((max(most_chunks(window * topk, num_kv_heads), 1), 2, block_size, head_dim))
-    sums = lse.new_zeros((2, *k.shape))
+    # The rows of keys, then what tasks leave that do not own their block.
+    sums = lse.new_empty((2, total_k + most_further(window * topk) * block_size, num_kv_heads, head_dim))
+    sums[:, :total_k].zero_()
     num_ctas = _num_ctas(q.device)
     scales = softmax_scale, softmax_scale * LOG2_E
     for index in range(windows):
         first, last = index * window, min((index + 1) * window, total_q)
         work = (edges, tasks, counts, claims)
-        main(q, dout, k, v, rows, *work, partial_dq, marks, sums, chunks, *scales, index, num_ctas)
-        merge(partial_dq, marks, tasks, counts, chunks, sums, dq[first:last], index)
-    dk.copy_(sums[0].mul_(softmax_scale))
-    dv.copy_(sums[1])
+        main(q, dout, k, v, rows, *work, partial_dq, marks, sums, *scales, index, num_ctas)
+        merge(partial_dq, marks, tasks, counts, sums, dq[first:last], index, block_size)
+    dk.copy_(sums[0, :total_k].mul_(softmax_scale))
+    dv.copy_(sums[1, :total_k])
 
 
 def bytes_per_query(topk: int, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
-    """What the partial results of one query take: BF16 dQ and a mark for every slot, and its share of the chunks."""
+    """What the partial results of one query take: BF16 dQ and a mark for every slot, and its share of the sums."""
     share = -(-topk * num_kv_heads * 2 * block_size * head_dim * 4 // (CHUNK * TASKS))
     return topk * (num_q_heads * head_dim * 2 + num_kv_heads * 4) + share
 
 
-def most_chunks(edges: int, num_kv_heads: int) -> int:
-    """How many chunks a window can have whose heads have so many edges: each follows ``TASKS`` tasks of its block.
+def most_further(edges: int) -> int:
+    """How many tasks of a KV head with so many edges in a window do not own their block.
 
-    The last of these tasks may hold less than ``CHUNK`` edges, but all of a block together do not exceed what makes one
-    more of them.
+    A block of n edges has ceil(n / CHUNK) tasks in the schedule, and ceil(n / (CHUNK * TASKS)) here.
     """
-    return num_kv_heads * (edges // (CHUNK * TASKS))
+    return edges // (CHUNK * TASKS)
 
 
-def group_tasks(tasks: Tensor, counts: Tensor, most: int = TASKS) -> tuple[Tensor, Tensor]:
+def group_tasks(
+    tasks: Tensor, counts: Tensor, total_k: int, block_size: int, most: int = TASKS
+) -> tuple[Tensor, Tensor]:
     """The schedule's tasks [windows, Hkv, N, 4] as tasks [windows, Hkv, N, 5] of up to ``most`` of them, and how many.
 
-    The fifth number is -1 in the first task of a block in its window, which owns the sums of the block; the others
-    write theirs as chunks of that number, counted from 0 in each window. What lies behind the counts is undefined.
+    The fifth number is the row of the sums: that of the keys in the first task of a block in its window, which owns
+    them; the others have block_size rows each behind those of all keys. What lies behind the counts is undefined.
     """
-    windows, heads, number, _ = tasks.shape
+    number = tasks.shape[2]
     index = torch.arange(number, device=tasks.device)
     used = index < counts[..., None]
     row = tasks[..., 0].masked_fill(~used, -1)
@@ -132,9 +135,8 @@ def group_tasks(tasks: Tensor, counts: Tensor, most: int = TASKS) -> tuple[Tenso
     for step in range(1, min(most, number)):
         total[..., :-step] += length[..., step:].masked_fill(row[..., step:] != row[..., :-step], 0)
     further = leads & (before > 0)
-    chunk = further.flatten(1).cumsum(1).view(windows, heads, number) - 1
-    chunk = chunk.masked_fill(~further, -1).to(torch.int32)
-    made = torch.stack((tasks[..., 0], tasks[..., 1], total, tasks[..., 3], chunk), -1)
+    behind = (further.cumsum(-1, dtype=torch.int32) - 1) * block_size + total_k
+    made = torch.stack((*tasks[..., :2].unbind(-1), total, tasks[..., 3], torch.where(further, behind, row)), -1)
     # Tasks that lead move to the front, in their order.
     order = (~leads).to(torch.uint8).sort(dim=-1, stable=True).indices
     return made.gather(2, order[..., None].expand(-1, -1, -1, 5)), leads.sum(-1, dtype=torch.int32)
@@ -157,13 +159,13 @@ def merge_gradients(
     marks: Tensor,
     tasks: Tensor,
     counts: Tensor,
-    chunks: Tensor,
     sums: Tensor,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """dq [T, Hq, D] and the sums [2, Tk, Hkv, D] of one window, which are added to in place."""
+    """dq [T, Hq, D] and the sums [2, N, Hkv, D] of one window, which are added to in place."""
     dq = partial_dq.new_empty((partial_dq.shape[0], *partial_dq.shape[2:]))
     kernel = _find(facts, backend, "merge_gradients", {"head_dim": dq.shape[2]})
-    kernel(partial_dq, marks, tasks, counts, chunks, sums, dq, 0)
+    kernel(partial_dq, marks, tasks, counts, sums, dq, 0, block_size)
     return dq, sums
 
 

@@ -22,20 +22,20 @@ def gradient_rows(dout: Tensor, out: Tensor, lse: Tensor, *, dlse: Tensor | None
 
 
 def merge_gradients(
-    partial_dq: Tensor, marks: Tensor, tasks: Tensor, counts: Tensor, chunks: Tensor, sums: Tensor
+    partial_dq: Tensor, marks: Tensor, tasks: Tensor, counts: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dq [T, Hq, D] and the sums [2, Tk, Hkv, D] of dK and dV, with everything added that one window left in parts.
+    """dq [T, Hq, D] and the sums [2, N, Hkv, D] of dK and dV, with everything added that one window left in parts.
 
     ``partial_dq`` [T, k, Hq, D] counts where ``marks`` [T, Hkv, k] is 1. ``tasks`` [1, Hkv, N, 5] are (first key row,
-    first edge, number of edges, valid rows << 1 | cut, chunk or -1); of each head the first ``counts`` [1, Hkv] are
-    defined. ``chunks`` [C, 2, block_size, D] are added to the valid rows of their blocks.
+    first edge, number of edges, valid rows << 1 | cut, row of the sums); of each head the first ``counts`` [1, Hkv] are
+    defined. What a task wrote to other rows of the sums than those of its keys is added to these.
     """
     group = partial_dq.shape[2] // marks.shape[1]
     counted = (marks == 1).repeat_interleave(group, 1).transpose(1, 2)[..., None]
     dq = partial_dq.to(torch.float32).masked_fill(~counted, 0.0).sum(1).to(partial_dq.dtype)
     sums = sums.clone()
     for head in range(tasks.shape[1]):
-        for row, _, _, extent, chunk in tasks[0, head, : int(counts[0, head])].tolist():
-            if chunk >= 0:
-                sums[:, row : row + (extent >> 1), head] += chunks[chunk, :, : extent >> 1]
+        for row, _, _, extent, at in tasks[0, head, : int(counts[0, head])].tolist():
+            if at != row:
+                sums[:, row : row + (extent >> 1), head] += sums[:, at : at + (extent >> 1), head]
     return dq, sums

@@ -33,7 +33,6 @@ class Parts(NamedTuple):
     marks: Tensor
     tasks: Tensor
     counts: Tensor
-    chunks: Tensor
     sums: Tensor
 
 
@@ -54,20 +53,19 @@ def random_parts(source: Source, dims: Mapping[str, int]) -> Parts:
     heads, number = dims["num_kv_heads"], dims["num_tasks"]
     tasks = torch.full((1, heads, number, 5), -1, dtype=torch.int32)
     counts = torch.zeros((1, heads), dtype=torch.int32)
-    chunks = torch.full((dims["num_chunks"], 2, block_size, head_dim), torch.nan, device=source.device)
+    sums = torch.full((2, dims["num_sums"], heads, head_dim), torch.nan, device=source.device)
+    sums[:, :total_k] = source.values((2, total_k, heads, head_dim), torch.float32)
     lengths = source.whole(1, 5, (heads, -(-total_k // block_size))).tolist()
-    used = 0
     for head in range(heads):
-        at = 0
+        at, behind = 0, total_k
         for block, length in enumerate(lengths[head]):
             row = block * block_size
             valid = min(block_size, total_k - row)
             for piece in range(min(length, number - at)):
-                chunk = used if piece else -1
                 if piece:
-                    chunks[used, :, :valid] = source.values((2, valid, head_dim), torch.float32)
-                    used += 1
-                tasks[0, head, at] = torch.tensor([row, 0, 1, valid << 1, chunk])
+                    sums[:, behind : behind + valid, head] = source.values((2, valid, head_dim), torch.float32)
+                tasks[0, head, at] = torch.tensor([row, 0, 1, valid << 1, behind if piece else row])
+                behind += block_size if piece else 0
                 at += 1
         counts[0, head] = at
     shape = (dims["total_q"], dims["topk"], dims["num_q_heads"], head_dim)
@@ -76,8 +74,7 @@ def random_parts(source: Source, dims: Mapping[str, int]) -> Parts:
     marks = torch.where(counted, 1, source.whole(-1, 1, counted.shape)).to(torch.int32)
     hidden = ~counted.repeat_interleave(dims["num_q_heads"] // heads, 1).transpose(1, 2)[..., None]
     partial_dq = source.values(shape, torch.bfloat16).masked_fill(hidden, torch.nan)
-    sums = source.values((2, total_k, heads, head_dim), torch.float32)
-    return Parts(partial_dq, marks, tasks.to(source.device), counts.to(source.device), chunks, sums)
+    return Parts(partial_dq, marks, tasks.to(source.device), counts.to(source.device), sums)
 
 
 class GradientRows:
@@ -112,7 +109,7 @@ class MergeGradients:
             return reference.merge_gradients(*self.given)
         facts = _facts("merge_gradients", self.case, self.given.partial_dq)
         given = self.given._replace(sums=self.given.sums.clone())
-        return _backward_kernels.merge_gradients(facts, self.backend, *given)
+        return _backward_kernels.merge_gradients(facts, self.backend, *given, self.case.dims["block_size"])
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         wanted = reference.merge_gradients(*self.given)

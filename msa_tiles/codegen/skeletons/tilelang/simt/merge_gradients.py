@@ -1,10 +1,12 @@
-"""Add up what the backward of sparse attention left in parts for one window: dQ of every slot, chunks of dK and dV.
+"""Add up what the backward of sparse attention left in parts for one window: dQ of every slot, and dK and dV of
+blocks that took several tasks.
 
 Grid: first one CTA for ROWS heads of a token, in which head_dim // 8 neighbouring threads share a row of dQ and own eight
 columns each, with the loads of UNROLL slots in flight; then one CTA for every task of the window and KV head, of which
-those work whose task is the first chunk of a block: they add its chunks to the sums of the block.
+those work whose task is the second of a block: they add what it and the block's further tasks left to the sums of the
+block.
 
-Slots and chunks are added in order, in float32. A slot counts where its mark is window_index + 1.
+Slots and tasks are added in order, in float32. A slot counts where its mark is window_index + 1.
 """
 
 import tilelang.language as T
@@ -26,18 +28,16 @@ def merge_gradients(head_dim: int):
     """Build the kernel for one head dim.
 
     partial_dq [window, topk, num_q_heads, head_dim] of the slots that marks [window, num_kv_heads, topk] tell become dq
-    [num_queries, num_q_heads, head_dim], the window's first num_queries; a query without any gets 0. Chunks [num_chunks,
-    2, block_size, head_dim] of the window's tasks, which the sparse_attention_backward kernel documents, are added to
-    sums [2, total_k, num_kv_heads, head_dim].
+    [num_queries, num_q_heads, head_dim], the window's first num_queries; a query without any gets 0. In sums [2,
+    num_sums, num_kv_heads, head_dim] the rows of a block get those that its further tasks wrote, block_size rows each,
+    one behind the other; the sparse_attention_backward kernel documents the tasks.
     """
     lanes = head_dim // VECTOR
     threads = ROWS * lanes
     window, topk, num_queries, num_q_heads, num_kv_heads = T.dynamic(
         "window, topk, num_queries, num_q_heads, num_kv_heads"
     )
-    num_windows, num_tasks, num_chunks, block_size, total_k = T.dynamic(
-        "num_windows, num_tasks, num_chunks, block_size, total_k"
-    )
+    num_windows, num_tasks, num_sums = T.dynamic("num_windows, num_tasks, num_sums")
 
     @T.prim_func
     def main(
@@ -45,10 +45,10 @@ def merge_gradients(head_dim: int):
         marks: T.Tensor((window, num_kv_heads, topk), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 5), "int32"),
         counts: T.Tensor((num_windows, num_kv_heads), "int32"),
-        chunks: T.Tensor((num_chunks, 2, block_size, head_dim), "float32"),
-        sums: T.Tensor((2, total_k, num_kv_heads, head_dim), "float32"),
+        sums: T.Tensor((2, num_sums, num_kv_heads, head_dim), "float32"),
         dq: T.Tensor((num_queries, num_q_heads, head_dim), ELEMENT),
         window_index: T.int32,
+        block_size: T.int32,
     ):
         with T.Kernel(
             num_queries * T.ceildiv(num_q_heads, ROWS) + num_kv_heads * num_tasks, threads=threads
@@ -86,27 +86,30 @@ def merge_gradients(head_dim: int):
             else:
                 kv_head = T.truncdiv(cta - num_queries * head_groups, num_tasks)
                 task = cta - num_queries * head_groups - kv_head * num_tasks
+                first = 0
                 number = 0
-                first = -1
                 if task > 0 and task < counts[window_index, kv_head]:
                     first = tasks[window_index, kv_head, task, 4]
-                    if tasks[window_index, kv_head, task - 1, 4] >= 0:
-                        first = -1
-                if first >= 0:
+                    if (
+                        first != tasks[window_index, kv_head, task, 0]
+                        and tasks[window_index, kv_head, task - 1, 4] == tasks[window_index, kv_head, task - 1, 0]
+                    ):
+                        number = 1
+                if number > 0:
                     row = tasks[window_index, kv_head, task, 0]
                     valid = tasks[window_index, kv_head, task, 3] >> 1
-                    number = 1
-                    while task + number < counts[window_index, kv_head] and tasks[
-                        window_index, kv_head, T.min(task + number, num_tasks - 1), 4
-                    ] >= 0:
+                    while (
+                        task + number < counts[window_index, kv_head]
+                        and tasks[window_index, kv_head, T.min(task + number, num_tasks - 1), 0] == row
+                    ):
                         number = number + 1
                     for i in T.serial(T.ceildiv(valid * head_dim, threads)):
                         key = T.truncdiv(i * threads + tx, head_dim)
                         if key < valid:
                             for side in T.unroll(2):
                                 one = sums[side, row + key, kv_head, tx % head_dim]
-                                for c in T.serial(number):
-                                    one = one + chunks[first + c, side, key, tx % head_dim]
+                                for t in T.serial(number):
+                                    one = one + sums[side, first + t * block_size + key, kv_head, tx % head_dim]
                                 sums[side, row + key, kv_head, tx % head_dim] = one
 
     return main

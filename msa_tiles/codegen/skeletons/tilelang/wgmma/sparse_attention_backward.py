@@ -20,15 +20,16 @@ consumer: two buffers in turn and one barrier of the consumers a tile. A consume
 the tile before, so nobody still reads the buffer that comes next.
 
 dQ of a tile is a partial result of its edges, stored in BF16 for every slot; the merge adds a query's slots in order.
-dK and dV go on from FP32 sums in global memory in the one task of the block that has no chunk number; the others write
-theirs as chunks, which the merge adds in order. Windows follow each other. So no sum depends on timing.
+dK and dV go on from FP32 sums in global memory in the one task that owns the block; its other tasks write theirs to rows
+behind the keys, which the merge adds in order. Windows follow each other. So no sum depends on timing.
 
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows (8 is
 the least that keeps a 128-byte swizzle atom whole). The rows past `group` stay zero, and those behind a task's last edge
 repeat it: both have LSE +inf, so that their P and dS are 0.
 
 Edges are those of the sparse_attention kernel. Tasks are (row where the block begins, first edge, number of edges, valid
-rows << 1 | cut, chunk or -1), where cut says that some edge sees only a part of the block.
+rows << 1 | cut, row of the sums), where cut says that some edge sees only a part of the block. The owner's row of the
+sums is the row where the block begins.
 """
 
 import tilelang.language as T
@@ -54,8 +55,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     The kernel takes q and dout [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], rows
     [total_q, num_q_heads, 2] (LSE times log2(e), delta) and the window's schedule. It writes partial_dq [window, topk,
     num_q_heads, head_dim] and marks [window, num_kv_heads, topk] = window_index + 1 for every edge of the window, adds to
-    sums [2, total_k, num_kv_heads, head_dim] (dK without the softmax scale, dV) and writes chunks [num_chunks, 2,
-    block_size, head_dim]. scale is the softmax scale, scale_log2 that times log2(e).
+    sums [2, num_sums, num_kv_heads, head_dim] (dK without the softmax scale, dV), of which the first total_k rows are
+    those of the keys. scale is the softmax scale, scale_log2 that times log2(e).
     """
     consumers = block_size // KEYS
     rows_per_query = max(group, 8)
@@ -67,18 +68,17 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, window, topk, num_edges = T.dynamic("num_windows, window, topk, num_edges")
-    num_tasks, num_chunks = T.dynamic("num_tasks, num_chunks")
+    num_tasks, num_sums = T.dynamic("num_tasks, num_sums")
     q_token, q_head, dout_token, dout_head = T.dynamic("q_token, q_head, dout_token, dout_head")
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
 
     @T.macro
     def store(
-        w, dQ, dQ_shared, side, edges, partial_dq, first_edge, tile, num, head, scale, window_index
+        w, dQ_rounded, dQ_shared, side, edges, partial_dq, first_edge, tile, num, head, window_index
     ):  # fmt: skip
         """Send a tile's dQ on its way, if this consumer made it."""
         if not in_turns or side == w:
-            for i, j in T.Parallel(ROWS, columns):
-                dQ_shared[w, i, j] = dQ[i, j] * scale
+            T.copy(dQ_rounded, dQ_shared[w, :, :])
             T.fence_proxy_async()
             T.sync_threads(2 + w, 128)
             first_column = 0 if in_turns else w * columns
@@ -100,13 +100,14 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     @T.macro
     def consume(
         w, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared, task_shared,
-        kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, chunks, scale, scale_log2, window_index,
+        kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([KEYS, ROWS], "float32")
         dP = T.alloc_fragment([KEYS, ROWS], "float32")
         P = T.alloc_fragment([KEYS, ROWS], ELEMENT)
         dS = T.alloc_fragment([KEYS, ROWS], ELEMENT)
         dQ = T.alloc_fragment([ROWS, columns], "float32")
+        dQ_rounded = T.alloc_fragment([ROWS, columns], ELEMENT)
         dK = T.alloc_fragment([KEYS, head_dim], "float32")
         dV = T.alloc_fragment([KEYS, head_dim], "float32")
         slot = T.alloc_var("int32")
@@ -132,7 +133,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 first_edge = tasks[window_index, head, task, 1]
                 num = tasks[window_index, head, task, 2]
                 extent = tasks[window_index, head, task, 3]
-                chunk = tasks[window_index, head, task, 4]
+                sum_row = tasks[window_index, head, task, 4]
                 if (extent >> 1) < block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach dQ.
                     for i, j in T.Parallel(KEYS, head_dim):
@@ -140,15 +141,15 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             K_shared[w * KEYS + i, j] = 0
                     T.fence_proxy_async()
                     T.sync_threads(2 + w, 128)
-                if chunk < 0:
+                if sum_row == key_row:
                     # Nothing is stored in between, so that all loads are in flight at once.
                     for i, j in T.Parallel(KEYS, head_dim):
                         dK[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[0, key_row + w * KEYS + i, head, j], 0.0
+                            w * KEYS + i < (extent >> 1), sums[0, sum_row + w * KEYS + i, head, j], 0.0
                         )
                     for i, j in T.Parallel(KEYS, head_dim):
                         dV[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[1, key_row + w * KEYS + i, head, j], 0.0
+                            w * KEYS + i < (extent >> 1), sums[1, sum_row + w * KEYS + i, head, j], 0.0
                         )
                 else:
                     T.clear(dK)
@@ -164,7 +165,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     )
                     # dQ of the tile before leaves while S is made.
                     if tile > 0:
-                        store(w, dQ, dQ_shared, side ^ 1, edges, partial_dq, first_edge, tile - 1, num, head, scale, window_index)
+                        store(w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, tile - 1, num, head, window_index)
                     T.wgmma_gemm(
                         V_shared[w * KEYS : (w + 1) * KEYS, :],
                         dO_shared[slot, :, :],
@@ -209,6 +210,10 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         )
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[slot])
+                    # No accumulator stays alive beside the next S, or the compiler waits for that at once.
+                    if not in_turns or side == w:
+                        for i, j in T.Parallel(ROWS, columns):
+                            dQ_rounded[i, j] = dQ[i, j] * scale
                     side = side ^ 1
                     slot = slot + 1
                     if slot == STAGES:
@@ -216,18 +221,13 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         phase = phase ^ 1
                 T.barrier_arrive(kv_free)
                 store(
-                    w, dQ, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1, num, head,
-                    scale, window_index,
+                    w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1, num, head,
+                    window_index,
                 )  # fmt: skip
-                if chunk < 0:
-                    for i, j in T.Parallel(KEYS, head_dim):
-                        if w * KEYS + i < (extent >> 1):
-                            sums[0, key_row + w * KEYS + i, head, j] = dK[i, j]
-                            sums[1, key_row + w * KEYS + i, head, j] = dV[i, j]
-                else:
-                    for i, j in T.Parallel(KEYS, head_dim):
-                        chunks[chunk, 0, w * KEYS + i, j] = dK[i, j]
-                        chunks[chunk, 1, w * KEYS + i, j] = dV[i, j]
+                for i, j in T.Parallel(KEYS, head_dim):
+                    if w * KEYS + i < (extent >> 1):
+                        sums[0, sum_row + w * KEYS + i, head, j] = dK[i, j]
+                        sums[1, sum_row + w * KEYS + i, head, j] = dV[i, j]
                 turn = turn + 1
         T.tma_store_wait(0)
 
@@ -244,8 +244,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
         claims: T.Tensor((num_windows,), "int32"),
         partial_dq: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
         marks: T.Tensor((window, num_kv_heads, topk), "int32"),
-        sums: T.Tensor((2, total_k, num_kv_heads, head_dim), "float32"),
-        chunks: T.Tensor((num_chunks, 2, block_size, head_dim), "float32"),
+        sums: T.Tensor((2, num_sums, num_kv_heads, head_dim), "float32"),
         scale: T.float32,
         scale_log2: T.float32,
         window_index: T.int32,
@@ -393,14 +392,14 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     0, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared,
-                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, chunks, scale, scale_log2,
+                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
             elif consumers > 1:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     1, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared,
-                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, chunks, scale, scale_log2,
+                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
 
