@@ -1,8 +1,8 @@
 """How the backward of sparse attention is launched on CUDA: the windows of queries of the forward call's schedule.
 
 gradient_rows tells what is needed of every row. Of every window sparse_attention_backward leaves dQ in parts, one for
-every (query, slot) edge, in the workspace, and adds dK and dV to FP32 sums; merge_gradients adds the parts of a query in
-the order of its slots. Nothing is added in an order that timing could change, so that there is one mode: every call
+every (query, slot) edge, in the workspace, and adds dK and dV to FP32 sums; merge_gradients adds the parts of a query
+in the order of its slots. Nothing is added in an order that timing could change, so that there is one mode: every call
 repeats bit for bit.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _attention_kernels, _dispatch, _validate
+from msa_tiles.ops import _attention_kernels, _validate
 from msa_tiles.ops._attention_kernels import CHUNK, LOG2_E
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def sparse_attention_backward(
     partial_dq = q.new_empty((window, topk, num_q_heads, head_dim))
     marks = block_indices.new_zeros((window, num_kv_heads, topk))
     # The rows of keys, then what tasks leave that do not own their block.
-    sums = lse.new_empty((2, total_k + most_further(window * topk) * block_size, num_kv_heads, head_dim))
-    sums[:, :total_k].zero_()
+    sums = lse.new_empty((2, num_kv_heads, total_k + most_further(window * topk) * block_size, head_dim))
+    sums[:, :, :total_k].zero_()
     num_ctas = _num_ctas(q.device)
     scales = softmax_scale, softmax_scale * LOG2_E
     for index in range(windows):
@@ -95,8 +95,8 @@ def sparse_attention_backward(
         work = (edges, tasks, counts, claims)
         main(q, dout, k, v, rows, *work, partial_dq, marks, sums, *scales, index, num_ctas)
         merge(partial_dq, marks, tasks, counts, sums, dq[first:last], index, block_size)
-    dk.copy_(sums[0, :total_k].mul_(softmax_scale))
-    dv.copy_(sums[1, :total_k])
+    dk.copy_(sums[0, :, :total_k].mul_(softmax_scale).transpose(0, 1))
+    dv.copy_(sums[1, :, :total_k].transpose(0, 1))
 
 
 def bytes_per_query(topk: int, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
@@ -162,7 +162,7 @@ def merge_gradients(
     sums: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """dq [T, Hq, D] and the sums [2, N, Hkv, D] of one window, which are added to in place."""
+    """dq [T, Hq, D] and the sums [2, Hkv, N, D] of one window, which are added to in place."""
     dq = partial_dq.new_empty((partial_dq.shape[0], *partial_dq.shape[2:]))
     kernel = _find(facts, backend, "merge_gradients", {"head_dim": dq.shape[2]})
     kernel(partial_dq, marks, tasks, counts, sums, dq, 0, block_size)

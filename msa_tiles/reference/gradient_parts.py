@@ -24,7 +24,7 @@ def gradient_rows(dout: Tensor, out: Tensor, lse: Tensor, *, dlse: Tensor | None
 def merge_gradients(
     partial_dq: Tensor, marks: Tensor, tasks: Tensor, counts: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dq [T, Hq, D] and the sums [2, N, Hkv, D] of dK and dV, with everything added that one window left in parts.
+    """dq [T, Hq, D] and the sums [2, Hkv, N, D] of dK and dV, with everything added that one window left in parts.
 
     ``partial_dq`` [T, k, Hq, D] counts where ``marks`` [T, Hkv, k] is 1. ``tasks`` [1, Hkv, N, 5] are (first key row,
     first edge, number of edges, valid rows << 1 | cut, row of the sums); of each head the first ``counts`` [1, Hkv] are
@@ -37,5 +37,5 @@ def merge_gradients(
     for head in range(tasks.shape[1]):
         for row, _, _, extent, at in tasks[0, head, : int(counts[0, head])].tolist():
             if at != row:
-                sums[:, row : row + (extent >> 1), head] += sums[:, at : at + (extent >> 1), head]
+                sums[:, head, row : row + (extent >> 1)] += sums[:, head, at : at + (extent >> 1)]
     return dq, sums

@@ -53,8 +53,8 @@ def random_parts(source: Source, dims: Mapping[str, int]) -> Parts:
     heads, number = dims["num_kv_heads"], dims["num_tasks"]
     tasks = torch.full((1, heads, number, 5), -1, dtype=torch.int32)
     counts = torch.zeros((1, heads), dtype=torch.int32)
-    sums = torch.full((2, dims["num_sums"], heads, head_dim), torch.nan, device=source.device)
-    sums[:, :total_k] = source.values((2, total_k, heads, head_dim), torch.float32)
+    sums = torch.full((2, heads, dims["num_sums"], head_dim), torch.nan, device=source.device)
+    sums[:, :, :total_k] = source.values((2, heads, total_k, head_dim), torch.float32)
     lengths = source.whole(1, 5, (heads, -(-total_k // block_size))).tolist()
     for head in range(heads):
         at, behind = 0, total_k
@@ -63,7 +63,7 @@ def random_parts(source: Source, dims: Mapping[str, int]) -> Parts:
             valid = min(block_size, total_k - row)
             for piece in range(min(length, number - at)):
                 if piece:
-                    sums[:, behind : behind + valid, head] = source.values((2, valid, head_dim), torch.float32)
+                    sums[:, head, behind : behind + valid] = source.values((2, valid, head_dim), torch.float32)
                 tasks[0, head, at] = torch.tensor([row, 0, 1, valid << 1, behind if piece else row])
                 behind += block_size if piece else 0
                 at += 1

@@ -33,7 +33,8 @@ def gradient_rows(call: Call, *, head_dim: int, heads: int, with_dlse: bool = Tr
 def merge_gradients(call: Call, *, head_dim: int, group: int, topk: int, num_tasks: int, heads: int = 1) -> None:
     dims = {
         "total_q": call.total_q, "total_k": call.total_k, "num_kv_heads": heads, "num_q_heads": heads * group,
-        "head_dim": head_dim, "topk": topk, "block_size": 64, "num_tasks": num_tasks, "num_sums": call.total_k + 64 * num_tasks,
+        "head_dim": head_dim, "topk": topk, "block_size": 64, "num_tasks": num_tasks,
+        "num_sums": call.total_k + 64 * num_tasks,
     }  # fmt: skip
     given = gradient_parts.random_parts(call.source, dims)
     wanted = reference.merge_gradients(*given)

@@ -1,10 +1,10 @@
 """Add up what the backward of sparse attention left in parts for one window: dQ of every slot, and dK and dV of
 blocks that took several tasks.
 
-Grid: first one CTA for ROWS heads of a token, in which head_dim // 8 neighbouring threads share a row of dQ and own eight
-columns each, with the loads of UNROLL slots in flight; then one CTA for every task of the window and KV head, of which
-those work whose task is the second of a block: they add what it and the block's further tasks left to the sums of the
-block.
+Grid: first one CTA for ROWS heads of a token, in which head_dim // 8 neighbouring threads share a row of dQ and own
+eight columns each, with the loads of UNROLL slots in flight; then one CTA for every task of the window and KV head, of
+which those work whose task is the second of a block: they add what it and the block's further tasks left to the sums of
+the block.
 
 Slots and tasks are added in order, in float32. A slot counts where its mark is window_index + 1.
 """
@@ -29,7 +29,7 @@ def merge_gradients(head_dim: int):
 
     partial_dq [window, topk, num_q_heads, head_dim] of the slots that marks [window, num_kv_heads, topk] tell become dq
     [num_queries, num_q_heads, head_dim], the window's first num_queries; a query without any gets 0. In sums [2,
-    num_sums, num_kv_heads, head_dim] the rows of a block get those that its further tasks wrote, block_size rows each,
+    num_kv_heads, num_sums, head_dim] the rows of a block get those that its further tasks wrote, block_size rows each,
     one behind the other; the sparse_attention_backward kernel documents the tasks.
     """
     lanes = head_dim // VECTOR
@@ -45,14 +45,12 @@ def merge_gradients(head_dim: int):
         marks: T.Tensor((window, num_kv_heads, topk), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 5), "int32"),
         counts: T.Tensor((num_windows, num_kv_heads), "int32"),
-        sums: T.Tensor((2, num_sums, num_kv_heads, head_dim), "float32"),
+        sums: T.Tensor((2, num_kv_heads, num_sums, head_dim), "float32"),
         dq: T.Tensor((num_queries, num_q_heads, head_dim), ELEMENT),
         window_index: T.int32,
         block_size: T.int32,
     ):
-        with T.Kernel(
-            num_queries * T.ceildiv(num_q_heads, ROWS) + num_kv_heads * num_tasks, threads=threads
-        ) as cta:
+        with T.Kernel(num_queries * T.ceildiv(num_q_heads, ROWS) + num_kv_heads * num_tasks, threads=threads) as cta:
             packed = T.alloc_local([UNROLL, 4], "uint32")
             mark = T.alloc_local([UNROLL], "int32")
             total = T.alloc_local([VECTOR], "float32")
@@ -107,9 +105,9 @@ def merge_gradients(head_dim: int):
                         key = T.truncdiv(i * threads + tx, head_dim)
                         if key < valid:
                             for side in T.unroll(2):
-                                one = sums[side, row + key, kv_head, tx % head_dim]
+                                one = sums[side, kv_head, row + key, tx % head_dim]
                                 for t in T.serial(number):
-                                    one = one + sums[side, first + t * block_size + key, kv_head, tx % head_dim]
-                                sums[side, row + key, kv_head, tx % head_dim] = one
+                                    one = one + sums[side, kv_head, first + t * block_size + key, tx % head_dim]
+                                sums[side, kv_head, row + key, tx % head_dim] = one
 
     return main

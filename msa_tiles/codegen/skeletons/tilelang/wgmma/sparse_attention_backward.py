@@ -16,20 +16,21 @@ Pipelines (name: depth, arrivals)
   full: STAGES, 128 producer threads + TMA bytes      free: STAGES, all consumer threads
 
 P' and dS' are operands from registers. dS' goes through shared memory once more for dQ, which needs the keys of every
-consumer: two buffers in turn and one barrier of the consumers a tile. A consumer passes that barrier only after its dQ of
-the tile before, so nobody still reads the buffer that comes next.
+consumer: two buffers in turn and one barrier of the consumers a tile. A consumer passes that barrier only after its dQ
+of the tile before, so nobody still reads the buffer that comes next.
 
-dQ of a tile is a partial result of its edges, stored in BF16 for every slot; the merge adds a query's slots in order.
-dK and dV go on from FP32 sums in global memory in the one task that owns the block; its other tasks write theirs to rows
-behind the keys, which the merge adds in order. Windows follow each other. So no sum depends on timing.
+dQ of a tile is a partial result of its edges, stored in BF16 for every slot while the next tile's S is made; the merge
+adds a query's slots in order. dK and dV go on from FP32 sums in global memory in the one task that owns the block; its
+other tasks write theirs to rows behind the keys, which the merge adds in order. Windows follow each other. So no sum
+depends on timing.
 
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows (8 is
-the least that keeps a 128-byte swizzle atom whole). The rows past `group` stay zero, and those behind a task's last edge
-repeat it: both have LSE +inf, so that their P and dS are 0.
+the least that keeps a 128-byte swizzle atom whole). The rows past `group` stay zero, and those behind a task's last
+edge repeat it: both have LSE +inf, so that their P and dS are 0.
 
-Edges are those of the sparse_attention kernel. Tasks are (row where the block begins, first edge, number of edges, valid
-rows << 1 | cut, row of the sums), where cut says that some edge sees only a part of the block. The owner's row of the
-sums is the row where the block begins.
+Edges are those of the sparse_attention kernel. Tasks are (row where the block begins, first edge, number of edges,
+valid rows << 1 | cut, row of the sums), where cut says that some edge sees only a part of the block. For the owner both
+rows are the same.
 """
 
 import tilelang.language as T
@@ -44,6 +45,8 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_thread_storage_sync": True,
     "tl.enable_fast_math": True,
+    # It takes the tile before the first for one that is stored.
+    "tl.disable_buffer_init_check": True,
 }
 ROWS = 64
 KEYS = 64
@@ -54,8 +57,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
 
     The kernel takes q and dout [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], rows
     [total_q, num_q_heads, 2] (LSE times log2(e), delta) and the window's schedule. It writes partial_dq [window, topk,
-    num_q_heads, head_dim] and marks [window, num_kv_heads, topk] = window_index + 1 for every edge of the window, adds to
-    sums [2, num_sums, num_kv_heads, head_dim] (dK without the softmax scale, dV), of which the first total_k rows are
+    num_q_heads, head_dim] and marks [window, num_kv_heads, topk] = window_index + 1 for every edge, adds to
+    sums [2, num_kv_heads, num_sums, head_dim] (dK without the softmax scale, dV), of which the first total_k rows are
     those of the keys. scale is the softmax scale, scale_log2 that times log2(e).
     """
     consumers = block_size // KEYS
@@ -145,11 +148,11 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     # Nothing is stored in between, so that all loads are in flight at once.
                     for i, j in T.Parallel(KEYS, head_dim):
                         dK[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[0, sum_row + w * KEYS + i, head, j], 0.0
+                            w * KEYS + i < (extent >> 1), sums[0, head, sum_row + w * KEYS + i, j], 0.0
                         )
                     for i, j in T.Parallel(KEYS, head_dim):
                         dV[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[1, sum_row + w * KEYS + i, head, j], 0.0
+                            w * KEYS + i < (extent >> 1), sums[1, head, sum_row + w * KEYS + i, j], 0.0
                         )
                 else:
                     T.clear(dK)
@@ -165,7 +168,19 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     )
                     # dQ of the tile before leaves while S is made.
                     if tile > 0:
-                        store(w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, tile - 1, num, head, window_index)
+                        store(
+                            w,
+                            dQ_rounded,
+                            dQ_shared,
+                            side ^ 1,
+                            edges,
+                            partial_dq,
+                            first_edge,
+                            tile - 1,
+                            num,
+                            head,
+                            window_index,
+                        )
                     T.wgmma_gemm(
                         V_shared[w * KEYS : (w + 1) * KEYS, :],
                         dO_shared[slot, :, :],
@@ -221,13 +236,13 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         phase = phase ^ 1
                 T.barrier_arrive(kv_free)
                 store(
-                    w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1, num, head,
-                    window_index,
+                    w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1,
+                    num, head, window_index,
                 )  # fmt: skip
                 for i, j in T.Parallel(KEYS, head_dim):
                     if w * KEYS + i < (extent >> 1):
-                        sums[0, sum_row + w * KEYS + i, head, j] = dK[i, j]
-                        sums[1, sum_row + w * KEYS + i, head, j] = dV[i, j]
+                        sums[0, head, sum_row + w * KEYS + i, j] = dK[i, j]
+                        sums[1, head, sum_row + w * KEYS + i, j] = dV[i, j]
                 turn = turn + 1
         T.tma_store_wait(0)
 
@@ -244,7 +259,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
         claims: T.Tensor((num_windows,), "int32"),
         partial_dq: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
         marks: T.Tensor((window, num_kv_heads, topk), "int32"),
-        sums: T.Tensor((2, num_sums, num_kv_heads, head_dim), "float32"),
+        sums: T.Tensor((2, num_kv_heads, num_sums, head_dim), "float32"),
         scale: T.float32,
         scale_log2: T.float32,
         window_index: T.int32,
@@ -321,6 +336,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     key_row = tasks[window_index, head, task, 0]
                     first_edge = tasks[window_index, head, task, 1]
                     num = tasks[window_index, head, task, 2] * running
+                    cut = tasks[window_index, head, task, 3] & 1
                     tiles = T.ceildiv(num, queries)
                     for tile in T.serial(tiles + 1):
                         if tile == T.min(tiles, AHEAD):
@@ -363,8 +379,9 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                         ],
                                         barrier=full[slot],
                                     )
-                            # One half of the threads copies LSE and edges, the other delta.
+                            # One half of the threads copies LSE and what the rows see, the other delta.
                             place = tile * queries + lane % ROWS // rows_per_query
+                            edge = -1
                             if place < num and lane % rows_per_query < group:
                                 edge = edges[window_index, head, first_edge + place]
                                 row_shared[slot, lane // ROWS, lane % ROWS] = rows[
@@ -372,16 +389,14 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                     head * group + lane % rows_per_query,
                                     lane // ROWS,
                                 ]
-                                if tile < tiles and lane < ROWS:
-                                    last_shared[slot, lane] = edge & 127
-                                if tile < tiles and lane < ROWS and lane % rows_per_query == 0:
+                                if edge >= 0 and lane < ROWS and lane % rows_per_query == 0:
                                     marks[edge >> 13, head, (edge >> 7) & 63] = window_index + 1
                             else:
                                 row_shared[slot, lane // ROWS, lane % ROWS] = T.if_then_else(
                                     lane < ROWS, T.infinity("float32"), 0.0
                                 )
-                                if tile < tiles and lane < ROWS:
-                                    last_shared[slot, lane] = -1
+                            if cut != 0 and lane < ROWS:
+                                last_shared[slot, lane] = T.if_then_else(edge < 0, -1, edge & 127)
                             T.barrier_arrive(full[slot])
                             slot = slot + 1
                             if slot == STAGES:
