@@ -95,35 +95,13 @@ def _figures(
 
 def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Milliseconds of each call, in a graph where it can be captured; the median over rounds in which all take part."""
-    import torch
+    from msa_tiles.bench.timing import CudaClock
 
-    def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                call()
-        except RuntimeError:  # a call that reads its answer on the host is timed as it is
-            torch.cuda.synchronize()
-            return call
-        return graph.replay
-
-    def timed(call: Callable[[], Any], times: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    times = {}
-    calls = {name: captured(call) for name, call in calls.items()}
-    for name, call in calls.items():
-        times[name] = max(1, int(seconds * 1e3 / max(timed(call, 2), 1e-3)))
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    clock = CudaClock()
+    plays = {name: clock.load([call])[0] for name, call in calls.items()}
+    times = {name: max(1, int(seconds * 1e3 / max(clock.run(play, 2)[1] / 2, 1e-3))) for name, play in plays.items()}
+    found: dict[str, list[float]] = {name: [] for name in plays}
     for turn in range(ROUNDS):
-        for name in list(calls) if turn % 2 == 0 else list(reversed(calls)):
-            found[name].append(timed(calls[name], times[name]))
+        for name in list(plays) if turn % 2 == 0 else list(reversed(plays)):
+            found[name].append(clock.run(plays[name], times[name])[1] / times[name])
     return {name: round(statistics.median(values), 5) for name, values in found.items()}
