@@ -61,7 +61,7 @@ def test_a_workspace_that_holds_no_query_is_refused(monkeypatch):
     wanted = 4 * 64 * 2 + 2 * 4 + 2 * 2 * 64 * 64 * 4 // (CHUNK * _backward_kernels.TASKS)
     facts = types.SimpleNamespace(op="sparse_attention_backward", variant={})
     numbers = {"block_size": 64, "softmax_scale": 1.0, "longest_k": 5, "schedule": None, "deterministic": False}
-    message = f"workspace: {wanted - 1} bytes, wanted at least {wanted} for a window of one query"
+    message = f"workspace: got {wanted - 1} bytes; wanted at least {wanted} for a window of one query"
     with pytest.raises(ValueError, match=message):
         _backward_kernels.sparse_attention_backward(
             facts, "auto", q, q, k, k, q, lse, ids, None, None, **numbers, workspace_bytes=wanted - 1, dq=q, dk=k, dv=k

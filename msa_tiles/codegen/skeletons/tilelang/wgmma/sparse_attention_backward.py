@@ -45,11 +45,13 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_thread_storage_sync": True,
     "tl.enable_fast_math": True,
-    # It takes the tile before the first for one that is stored.
-    "tl.disable_buffer_init_check": True,
 }
 ROWS = 64
 KEYS = 64
+# The edges of a tile are wanted until its dQ has left, which is after its stage was given back.
+EDGES = STAGES + 1
+# Stands for the edge of no query: negative, and with the first key as its last, which every block has.
+MISSING = -128
 
 
 def sparse_attention_backward(head_dim: int, block_size: int, group: int):
@@ -65,9 +67,10 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     rows_per_query = max(group, 8)
     queries = ROWS // rows_per_query
     halves = head_dim // 64
-    # Each consumer makes its share of the columns of dQ; what one swizzle atom holds is made in turns.
+    # A consumer makes its share of the columns of dQ, 64 at a time: one swizzle atom. Two take turns at a single one.
     in_turns = consumers > halves
-    columns = head_dim if in_turns else head_dim // consumers
+    parts = 1 if in_turns else halves // consumers
+    share = 0 if in_turns else parts
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, window, topk, num_edges = T.dynamic("num_windows, window, topk, num_edges")
@@ -76,53 +79,48 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
 
     @T.macro
-    def store(
-        w, dQ_rounded, dQ_shared, side, edges, partial_dq, first_edge, tile, num, head, window_index
-    ):  # fmt: skip
+    def store(w, tile, dQ_shared, edge_shared, partial_dq, head):
         """Send a tile's dQ on its way, if this consumer made it."""
-        if not in_turns or side == w:
-            T.copy(dQ_rounded, dQ_shared[w, :, :])
+        if not in_turns or (tile & 1) == w:
             T.fence_proxy_async()
             T.sync_threads(2 + w, 128)
-            first_column = 0 if in_turns else w * columns
             for r in T.unroll(queries):
-                if tile * queries + r < num:
-                    edge = edges[window_index, head, first_edge + tile * queries + r]
-                    for part in T.unroll(columns // 64):
+                edge = edge_shared[tile % EDGES, r]
+                if edge >= 0:
+                    for part in T.unroll(parts):
                         T.tma_copy(
                             dQ_shared[w, r * rows_per_query : r * rows_per_query + group, part * 64 : part * 64 + 64],
                             partial_dq[
                                 edge >> 13,
                                 (edge >> 7) & 63,
                                 head * group : head * group + group,
-                                first_column + part * 64 : first_column + part * 64 + 64,
+                                (w * share + part) * 64 : (w * share + part) * 64 + 64,
                             ],
                             eviction_policy="evict_first",
                         )
 
     @T.macro
     def consume(
-        w, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared, task_shared,
-        kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2, window_index,
+        w, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared, task_shared,
+        kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([KEYS, ROWS], "float32")
         dP = T.alloc_fragment([KEYS, ROWS], "float32")
         P = T.alloc_fragment([KEYS, ROWS], ELEMENT)
         dS = T.alloc_fragment([KEYS, ROWS], ELEMENT)
-        dQ = T.alloc_fragment([ROWS, columns], "float32")
-        dQ_rounded = T.alloc_fragment([ROWS, columns], ELEMENT)
+        dQ = T.alloc_fragment([ROWS, 64], "float32")
         dK = T.alloc_fragment([KEYS, head_dim], "float32")
         dV = T.alloc_fragment([KEYS, head_dim], "float32")
         slot = T.alloc_var("int32")
         phase = T.alloc_var("int32")
-        side = T.alloc_var("int32")
+        tile = T.alloc_var("int32")
         turn = T.alloc_var("int32")
         running = T.alloc_var("int32")
         task = T.alloc_var("int32")
         head = T.alloc_var("int32")
         slot = 0
         phase = 0
-        side = 0
+        tile = 0
         turn = 0
         running = 1
         while running > 0:
@@ -133,8 +131,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 running = 0
             else:
                 key_row = tasks[window_index, head, task, 0]
-                first_edge = tasks[window_index, head, task, 1]
-                num = tasks[window_index, head, task, 2]
+                tiles = T.ceildiv(tasks[window_index, head, task, 2], queries)
                 extent = tasks[window_index, head, task, 3]
                 sum_row = tasks[window_index, head, task, 4]
                 if (extent >> 1) < block_size:
@@ -157,7 +154,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 else:
                     T.clear(dK)
                     T.clear(dV)
-                for tile in T.serial(T.ceildiv(num, queries)):
+                for round in T.serial(tiles):
                     T.barrier_wait(full[slot], phase)
                     T.wgmma_gemm(
                         K_shared[w * KEYS : (w + 1) * KEYS, :],
@@ -167,20 +164,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         clear_accum=True,
                     )
                     # dQ of the tile before leaves while S is made.
-                    if tile > 0:
-                        store(
-                            w,
-                            dQ_rounded,
-                            dQ_shared,
-                            side ^ 1,
-                            edges,
-                            partial_dq,
-                            first_edge,
-                            tile - 1,
-                            num,
-                            head,
-                            window_index,
-                        )
+                    if round > 0:
+                        store(w, tile - 1, dQ_shared, edge_shared, partial_dq, head)
                     T.wgmma_gemm(
                         V_shared[w * KEYS : (w + 1) * KEYS, :],
                         dO_shared[slot, :, :],
@@ -193,7 +178,9 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         S[i, j] = T.exp2(S[i, j] * scale_log2 - row_shared[slot, 0, j])
                     if (extent & 1) != 0:
                         for i, j in T.Parallel(KEYS, ROWS):
-                            S[i, j] = T.if_then_else(w * KEYS + i <= last_shared[slot, j], S[i, j], 0.0)
+                            S[i, j] = T.if_then_else(
+                                w * KEYS + i <= edge_shared[tile % EDGES, j // rows_per_query] & 127, S[i, j], 0.0
+                            )
                     T.copy(S, P)
                     # The rounded P once more for dS: half the registers of S, while the product below reads its own.
                     T.copy(P, dS)
@@ -204,41 +191,41 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     if (extent & 1) != 0:
                         # Not the product of P = 0: values past the request's end may be NaN.
                         for i, j in T.Parallel(KEYS, ROWS):
-                            dP[i, j] = T.if_then_else(w * KEYS + i <= last_shared[slot, j], dP[i, j], 0.0)
+                            dP[i, j] = T.if_then_else(
+                                w * KEYS + i <= edge_shared[tile % EDGES, j // rows_per_query] & 127, dP[i, j], 0.0
+                            )
                     T.copy(dP, dS)
                     T.wgmma_gemm(dS, Q_shared[slot, :, :], dK, clear_accum=False)
-                    T.copy(dS, dS_shared[side, w * KEYS : (w + 1) * KEYS, :])
+                    T.copy(dS, dS_shared[tile & 1, w * KEYS : (w + 1) * KEYS, :])
                     T.fence_proxy_async()
                     # Only the thread that issued the stores waits, and passes the barrier when they are over.
                     T.tma_store_wait(0)
                     T.sync_threads(1, consumers * 128)
-                    if in_turns:
-                        if side == w:
-                            T.wgmma_gemm(dS_shared[side, :, :], K_shared, dQ, transpose_A=True, clear_accum=True)
+                    if not in_turns or (tile & 1) == w:
+                        for part in T.unroll(parts):
+                            column = (w * share + part) * 64
+                            T.wgmma_gemm(
+                                dS_shared[tile & 1, :, :],
+                                K_shared[:, column : column + 64],
+                                dQ,
+                                transpose_A=True,
+                                clear_accum=True,
+                            )
+                            T.wait_wgmma(0)
+                            if part + 1 == parts:
+                                T.barrier_arrive(free[slot])
+                            for i, j in T.Parallel(ROWS, 64):
+                                dQ_shared[w, i, part * 64 + j] = dQ[i, j] * scale
                     else:
-                        T.wgmma_gemm(
-                            dS_shared[side, :, :],
-                            K_shared[:, w * columns : (w + 1) * columns],
-                            dQ,
-                            transpose_A=True,
-                            clear_accum=True,
-                        )
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(free[slot])
-                    # No accumulator stays alive beside the next S, or the compiler waits for that at once.
-                    if not in_turns or side == w:
-                        for i, j in T.Parallel(ROWS, columns):
-                            dQ_rounded[i, j] = dQ[i, j] * scale
-                    side = side ^ 1
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[slot])
+                    tile = tile + 1
                     slot = slot + 1
                     if slot == STAGES:
                         slot = 0
                         phase = phase ^ 1
                 T.barrier_arrive(kv_free)
-                store(
-                    w, dQ_rounded, dQ_shared, side ^ 1, edges, partial_dq, first_edge, T.ceildiv(num, queries) - 1,
-                    num, head, window_index,
-                )  # fmt: skip
+                store(w, tile - 1, dQ_shared, edge_shared, partial_dq, head)
                 for i, j in T.Parallel(KEYS, head_dim):
                     if w * KEYS + i < (extent >> 1):
                         sums[0, head, sum_row + w * KEYS + i, j] = dK[i, j]
@@ -271,9 +258,9 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
             Q_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
             dO_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
             dS_shared = T.alloc_shared([2, block_size, ROWS], ELEMENT)
-            dQ_shared = T.alloc_shared([consumers, ROWS, columns], ELEMENT)
+            dQ_shared = T.alloc_shared([consumers, ROWS, parts * 64], ELEMENT)
             row_shared = T.alloc_shared([STAGES, 2, ROWS], "float32", scope="shared")
-            last_shared = T.alloc_shared([STAGES, ROWS], "int32", scope="shared")
+            edge_shared = T.alloc_shared([EDGES, queries], "int32", scope="shared")
             task_shared = T.alloc_shared([2], "int32", scope="shared")
             claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
             kv_full = T.alloc_barrier(arrive_count=128)
@@ -294,6 +281,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 slot = T.alloc_var("int32")
                 phase = T.alloc_var("int32")
                 edge = T.alloc_var("int32")
+                number = T.alloc_var("int32")
                 if group < rows_per_query:
                     # No box ever reaches these rows, and what they hold is multiplied.
                     for stage in T.unroll(STAGES):
@@ -303,6 +291,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                 dO_shared[stage, i, j] = 0
                     T.fence_proxy_async()
                 slot = 0
+                number = 0
                 phase = 1
                 turn = 0
                 running = 1
@@ -336,7 +325,6 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     key_row = tasks[window_index, head, task, 0]
                     first_edge = tasks[window_index, head, task, 1]
                     num = tasks[window_index, head, task, 2] * running
-                    cut = tasks[window_index, head, task, 3] & 1
                     tiles = T.ceildiv(num, queries)
                     for tile in T.serial(tiles + 1):
                         if tile == T.min(tiles, AHEAD):
@@ -379,24 +367,26 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                         ],
                                         barrier=full[slot],
                                     )
-                            # One half of the threads copies LSE and what the rows see, the other delta.
+                            # One half of the threads copies LSE and edges, the other delta.
                             place = tile * queries + lane % ROWS // rows_per_query
-                            edge = -1
-                            if place < num and lane % rows_per_query < group:
+                            edge = MISSING
+                            if place < num:
                                 edge = edges[window_index, head, first_edge + place]
+                            if edge >= 0 and lane % rows_per_query < group:
                                 row_shared[slot, lane // ROWS, lane % ROWS] = rows[
                                     window_index * window + (edge >> 13),
                                     head * group + lane % rows_per_query,
                                     lane // ROWS,
                                 ]
-                                if edge >= 0 and lane < ROWS and lane % rows_per_query == 0:
-                                    marks[edge >> 13, head, (edge >> 7) & 63] = window_index + 1
                             else:
                                 row_shared[slot, lane // ROWS, lane % ROWS] = T.if_then_else(
                                     lane < ROWS, T.infinity("float32"), 0.0
                                 )
-                            if cut != 0 and lane < ROWS:
-                                last_shared[slot, lane] = T.if_then_else(edge < 0, -1, edge & 127)
+                            if lane % rows_per_query == 0 and lane < ROWS:
+                                edge_shared[number % EDGES, lane // rows_per_query] = edge
+                                if edge >= 0:
+                                    marks[edge >> 13, head, (edge >> 7) & 63] = window_index + 1
+                            number = number + 1
                             T.barrier_arrive(full[slot])
                             slot = slot + 1
                             if slot == STAGES:
@@ -406,15 +396,15 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    0, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared,
-                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2,
+                    0, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared,
+                    task_shared, kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
             elif consumers > 1:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    1, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, last_shared,
-                    task_shared, kv_full, kv_free, full, free, edges, tasks, partial_dq, sums, scale, scale_log2,
+                    1, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared,
+                    task_shared, kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
 
