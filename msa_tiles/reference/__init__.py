@@ -8,6 +8,7 @@ are trusted: `msa_tiles.ops` validates them.
 from msa_tiles.reference import plain
 from msa_tiles.reference.attention import combine, dense_attention, sparse_attention
 from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
+from msa_tiles.reference.gradient_parts import gradient_rows, merge_gradients
 from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.indexer import index_score, select_blocks
 from msa_tiles.reference.kl import index_kl
@@ -19,8 +20,10 @@ __all__ = [
     "combine",
     "dense_attention",
     "dense_attention_backward",
+    "gradient_rows",
     "index_kl",
     "index_score",
+    "merge_gradients",
     "plain",
     "select_blocks",
     "sparse_attention",

@@ -15,7 +15,6 @@ from msa_tiles.verify import compare
 from msa_tiles.verify.hybrid import defined_parts
 from msa_tiles.verify.inputs import POISON_INT, spread
 
-OPERATORS = ("split_selection", "shared_attention")
 Split = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import simulated_calls
 import simulated_hybrid
+import simulated_training
 import torch
 from simulated_calls import Call, name_of
 
@@ -355,6 +356,50 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "close": True, "scale": 0.01},
         ),
     },
+    "sparse_attention_backward": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "repeats": 2},
+        ),
+        "strided, used, windows": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3},
+        ),
+        "large group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 3, "shortened": True},
+            {"head_dim": 128, "block_size": 64, "group": 16, "topk": 2, "ctas": 1},
+        ),
+        "one head a group": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 4, "positions": True},
+            {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3},
+        ),
+        "tasks that do not own their block": (
+            {"sequences": [(600, 100), (3, 90)], "seed": 5},
+            {"head_dim": 64, "block_size": 64, "group": 2, "topk": 3, "ctas": 5, "sticky": True},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 7, "late": False},
+            {"head_dim": 128, "block_size": 128, "group": 16, "topk": 2},
+        ),
+        "a schedule of the forward call": (
+            {"sequences": [(300, 350)], "seed": 8},
+            {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "window": 160, "ctas": 3, "given": True},
+        ),
+    },
+    "gradient_rows": {
+        "strided": ({"sequences": [(5, 5)], "seed": 1, "strided": True}, {"head_dim": 128, "heads": 18}),
+        "without dlse": ({"sequences": [(3, 3)], "seed": 2}, {"head_dim": 64, "heads": 3, "with_dlse": False}),
+    },
+    "merge_gradients": {
+        "several heads": (
+            {"sequences": [(5, 500)], "seed": 1},
+            {"head_dim": 128, "group": 16, "topk": 3, "num_tasks": 11, "heads": 2},
+        ),
+        "many slots": (
+            {"sequences": [(3, 100)], "seed": 2},
+            {"head_dim": 64, "group": 1, "topk": 19, "num_tasks": 5, "heads": 3},
+        ),
+    },
     "combine": {
         "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),
         "many splits": (
@@ -366,6 +411,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+MODULES = (simulated_calls, simulated_hybrid, simulated_training)
 CELLS = default_registry().select(dsl="tilelang")
 
 
@@ -375,7 +421,7 @@ CELLS = default_registry().select(dsl="tilelang")
 )
 def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
     call, arguments = CASES[name_of(cell)][case]
-    calls = simulated_hybrid if cell.op in simulated_hybrid.OPERATORS else simulated_calls
+    (calls,) = [calls for calls in MODULES if hasattr(calls, name_of(cell))]
     getattr(calls, name_of(cell))(Call(**call, target=cell.target), **arguments)
 
 
@@ -395,6 +441,9 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
         simulated_calls.sparse_attention(call, head_dim=64, block_size=64, group=8, topk=2, ctas=3)
     simulated_hybrid.shared_attention(
         Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, window=40, ctas=3, close=True, fill=1
+    )
+    simulated_training.sparse_attention_backward(
+        Call(sequences, seed=seed), head_dim=64, block_size=128, group=8, topk=2, window=40, ctas=3
     )
 
 
