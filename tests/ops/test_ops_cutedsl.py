@@ -196,7 +196,6 @@ def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
     assert launched == ["topk_select"] * 3
 
 
-@TARGETS
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_decode_score(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, None, 128)
@@ -252,6 +251,7 @@ def test_msa_decode(launched: list[str], place: Callable[..., dict], make: Calla
     assert [name for name in launched if name != "combine"] == ["decode_score", "sparse_decode"] * 2
 
 
+@TARGETS
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_sparse_attention(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, 2, 128)
