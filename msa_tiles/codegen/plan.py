@@ -127,7 +127,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
         variants=frozen({name: operator.values(name) for name in variants.names}),
         capacity=variants.capacity,
-        ci=variants.ci,
+        ci=variants.ci_points(row.ci),
         features=row.features,
         where=row.where,
     )

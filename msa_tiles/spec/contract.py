@@ -28,6 +28,8 @@ DTYPES = ("bfloat16", "float32", "int32")
 PRECISION_DTYPES = ("precision.query", "precision.storage", "precision.output", SCALE_DTYPE)
 # An operator that ranks scores without writing them states their tolerance beside those of its outputs.
 RANKED = "score"
+# Which points of `variants.ci` a row is compiled at; the first is the default.
+CI_POINTS = ("pairs", "values")
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
@@ -195,7 +197,7 @@ def _tolerance(node: Node, outputs: Any) -> Any:
 def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
     keys = node.fields(
         ("dsl", "target", "precision", "compute", "mma", "tile", "threads", "shared_memory"),
-        optional=("copy", "registers", "tensor_memory", "expect", "features"),
+        optional=("copy", "registers", "tensor_memory", "expect", "features", "ci"),
     )
     tile_keys = keys["tile"].entries()
     for name, value in tile_keys.items():
@@ -220,6 +222,7 @@ def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> K
         tensor_memory=_expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
         expect=read_opcodes(keys["expect"]) if "expect" in keys else (),
         features=keys["features"].strings() if "features" in keys else (),
+        ci=keys["ci"].string(CI_POINTS) if "ci" in keys else CI_POINTS[0],
         where=node.where,
         key_lines=frozen({key: value.where for key, value in keys.items()}),
     )

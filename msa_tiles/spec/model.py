@@ -156,6 +156,18 @@ class Variants:
     def names(self) -> tuple[str, ...]:
         return self.exact + self.capacity
 
+    def ci_points(self, which: str) -> tuple[Point, ...]:
+        """All points of ``ci`` ("pairs"), or the first and the fewest others that hold every value ("values")."""
+        if which == "pairs":
+            return self.ci
+        chosen = [self.ci[0]]
+        while True:
+            seen = {item for point in chosen for item in point.items()}
+            best = max(self.ci, key=lambda point: len(point.items() - seen))
+            if best.items() <= seen:
+                return tuple(chosen)
+            chosen.append(best)
+
     def of(self, precision: Precision) -> Variants:
         """What a cell of this precision is compiled for."""
         if precision.scale is not None or not self.scaled:
@@ -203,6 +215,7 @@ class KernelRow:
     tensor_memory: Expression | None  # columns of a block, where it takes any
     expect: tuple[str, ...]  # opcodes to find besides those of mma and copy
     features: tuple[str, ...]
+    ci: str  # pairs | values: which points of the operator's `variants.ci` continuous integration compiles
     where: Location = field(compare=False)
     key_lines: Mapping[str, Location] = field(compare=False)
 
