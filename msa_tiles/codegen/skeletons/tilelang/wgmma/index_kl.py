@@ -35,6 +35,8 @@ import math
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.packing import high_half, low_half
+
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 6  # <- tile.stages
 EDGES = 16  # <- tile.edges
@@ -49,8 +51,6 @@ PASS_CONFIGS = {
 ROWS = 64
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# What log2 takes in place of a probability of 0, whose term is 0.
-TINY = 1.0e-38
 
 
 def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix: int):
@@ -87,7 +87,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
         S = T.alloc_fragment([ROWS, ROWS], "float32")
         P = T.alloc_fragment([ROWS, ROWS], ELEMENT)
         teacher = T.alloc_fragment([ROWS, EDGES], "float32")
+        tile_sum = T.alloc_fragment([ROWS, EDGES], "float32")
         scores = T.alloc_fragment([ROWS, EDGES], "float32")
+        terms = T.alloc_fragment([ROWS, EDGES], "float32")
         dS = T.alloc_fragment([ROWS, EDGES], ELEMENT)
         dk_low = T.alloc_fragment([ROWS, 64], "float32")
         dk_high = T.alloc_fragment([ROWS, 64], "float32")
@@ -136,15 +138,26 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             slot = 0
                             phase = phase ^ 1
                         for i, j in T.Parallel(ROWS, ROWS):
-                            S[i, j] = T.exp2(S[i, j] * scale_log2 - lse_shared[buffer, tile * ROWS + j])
-                        if group < 8:
-                            for i, j in T.Parallel(ROWS, ROWS):
-                                S[i, j] = T.if_then_else(j % rows_per_query < group, S[i, j], 0.0)
-                        T.copy(S, P)
-                        T.wgmma_gemm(P, ones_shared[tile, :, :], teacher, transpose_B=True, clear_accum=False)
+                            if group < 8:
+                                P[i, j] = T.if_then_else(
+                                    j % rows_per_query < group,
+                                    T.exp2(S[i, j] * scale_log2 - lse_shared[buffer, tile * ROWS + j]),
+                                    0.0,
+                                )
+                            else:
+                                P[i, j] = T.exp2(S[i, j] * scale_log2 - lse_shared[buffer, tile * ROWS + j])
+                        T.wgmma_gemm(P, ones_shared[tile, :, :], tile_sum, transpose_B=True, clear_accum=True)
                         if tile + 1 < tiles:
                             T.barrier_wait(q_full[slot], phase)
                             T.wgmma_gemm(K, Q_shared[slot, :, :], S, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(1)
+                        else:
+                            T.wait_wgmma(0)
+                        # Not an accumulator of the product itself: ptxas cannot follow that one and S over the loop.
+                        for i, j in T.Parallel(ROWS, EDGES):
+                            teacher[i, j] = teacher[i, j] + tile_sum[i, j]
+                    # Nothing is under way any more, but the compiler only sees it here where a chunk has no tiles.
+                    T.wait_wgmma(0)
                     if c == 0:
                         T.barrier_wait(keys_full, turn & 1)
                         if valid < block_size:
@@ -176,17 +189,15 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     for i, j in T.Parallel(ROWS, EDGES):
                         seen = c * EDGES + j < num and w * ROWS + i <= (edge_shared[buffer, j] & 127)
                         teacher[i, j] = T.if_then_else(seen, teacher[i, j], 0.0)
-                        dS[i, j] = T.if_then_else(
-                            seen, weight_shared[buffer, j] * (T.exp2(scores[i, j]) - teacher[i, j]), 0.0
-                        )
-                        scores[i, j] = T.if_then_else(
-                            seen,
-                            weight_shared[buffer, j]
-                            * teacher[i, j]
-                            * (T.log2(T.max(teacher[i, j], TINY)) - scores[i, j]),
+                        scores[i, j] = T.if_then_else(seen, scores[i, j], -T.infinity("float32"))
+                        dS[i, j] = weight_shared[buffer, j] * (T.exp2(scores[i, j]) - teacher[i, j])
+                        # A term of 0 * log(0 / Q) is 0, whatever Q is.
+                        terms[i, j] = T.if_then_else(
+                            teacher[i, j] != 0.0,
+                            weight_shared[buffer, j] * teacher[i, j] * (T.log2(teacher[i, j]) - scores[i, j]),
                             0.0,
                         )
-                    T.reduce_sum(scores, row_loss, dim=1, clear=False)
+                    T.reduce_sum(terms, row_loss, dim=1, clear=False)
                     if gradients > 0:
                         for i, j in T.Parallel(ROWS, EDGES):
                             dS_shared[buffer * consumers + w, j, i] = dS[i, j]
@@ -230,7 +241,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     chunk = chunk + 1
                 T.barrier_arrive(keys_free)
                 for i in T.Parallel(ROWS):
-                    losses[head, task, w * ROWS + i] = losses[head, task, w * ROWS + i] + row_loss[i]
+                    losses[head, task, w * ROWS + i] = losses[head, task, w * ROWS + i] + row_loss[i] * LN_2
                 if gradients > 0:
                     for i, j in T.Parallel(ROWS, 64):
                         partial_dk[head, task, w * ROWS + i, j] = dk_low[i, j] * factor
@@ -296,6 +307,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 running = T.alloc_var("int32")
                 chunk = T.alloc_var("int32")
                 buffer = T.alloc_var("int32")
+                packed = T.alloc_local([index_halves, 4], "uint32")
                 claim = T.alloc_var("int32")
                 claim_head = T.alloc_var("int32")
                 seeking = T.alloc_var("int32")
@@ -364,12 +376,19 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 * LOG2_E
                                 + log2_group
                             )
+                        query = window_index * window + (
+                            edges[window_index, head, first_edge + T.min(c * EDGES + thread // 8, num - 1)] >> 13
+                        )
                         for h in T.unroll(index_halves):
-                            edge = edges[window_index, head, first_edge + T.min(c * EDGES + thread // 8, num - 1)]
-                            for u in T.vectorized(8):
-                                idx_q_shared[buffer * index_halves + h, thread // 8, thread % 8 * 8 + u] = idx_q[
-                                    window_index * window + (edge >> 13), head, h * 64 + thread % 8 * 8 + u
-                                ]
+                            packed[h, 0:4] = T.ldg128(idx_q[query, head, h * 64 + thread % 8 * 8])
+                        for h in T.unroll(index_halves):
+                            for u in T.unroll(4):
+                                idx_q_shared[buffer * index_halves + h, thread // 8, thread % 8 * 8 + 2 * u] = low_half(
+                                    packed[h, u]
+                                )
+                                idx_q_shared[buffer * index_halves + h, thread // 8, thread % 8 * 8 + 2 * u + 1] = (
+                                    high_half(packed[h, u])
+                                )
                         T.fence_proxy_async()
                         T.barrier_arrive(chunk_full[buffer])
                         chunk = chunk + 1
