@@ -59,8 +59,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     q [total_q, num_q_heads, head_dim], k [total_k, num_kv_heads, head_dim], lse [total_q, num_q_heads] and index_lse
     [total_q, num_kv_heads] (natural logarithms), idx_q [total_q, num_kv_heads, index_dim], idx_k [total_k, index_dim],
     weights [total_q], the window's schedule -> losses [num_kv_heads, num_tasks, block_size], to which every task adds
-    what its keys give, and with `gradients` partial_dq [window, topk, num_kv_heads, index_dim] of every edge and
-    partial_dk [num_kv_heads, num_tasks, block_size, index_dim] of every task, both times `factor`. scale_log2 and
+    what its keys give, and with `gradients`, both times `factor`, partial_dq [window, topk, num_kv_heads, index_dim] of
+    every edge, with present [window, topk, num_kv_heads] set to 1, and partial_dk [num_kv_heads, num_tasks,
+    block_size, index_dim] of every task. With prefix all KV heads share one schedule, that of a head 0. scale_log2 and
     index_scale_log2 are the scales times log2(e).
     """
     rows_per_query = max(group, 8)
@@ -72,16 +73,17 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     log2_group = math.log2(group)
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
-    num_windows, window, topk, num_edges, num_tasks = T.dynamic("num_windows, window, topk, num_edges, num_tasks")
+    num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
     q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     iq_token, iq_head, ik_token = T.dynamic("iq_token, iq_head, ik_token")
     lse_token, lse_head = T.dynamic("lse_token, lse_head")
+    schedule_heads, num_partials = T.dynamic("schedule_heads, num_partials")
 
     @T.macro
     def consume(
         w, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared, edge_shared, lse_shared,
         index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free, q_full, q_free, chunk_full, chunk_free,
-        tasks, losses, partial_dq, partial_dk, scale_log2, index_scale_log2, factor, gradients, window_index,
+        tasks, present, losses, partial_dq, partial_dk, scale_log2, index_scale_log2, factor, gradients, window_index,
     ):  # fmt: skip
         K = T.alloc_fragment([ROWS, head_dim], ELEMENT)
         S = T.alloc_fragment([ROWS, ROWS], "float32")
@@ -115,8 +117,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             if task < 0:
                 running = 0
             else:
-                num = tasks[window_index, head, task, 2]
-                valid = tasks[window_index, head, task, 3] >> 1
+                # With prefix all heads share one schedule.
+                num = tasks[window_index, head * (1 - prefix), task, 2]
+                valid = tasks[window_index, head * (1 - prefix), task, 3] >> 1
                 T.copy(K_shared[w * ROWS : (w + 1) * ROWS, :], K)
                 T.barrier_arrive(k_free)
                 T.fill(dk_low, 0.0)
@@ -203,6 +206,10 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             dS_shared[buffer * consumers + w, j, i] = dS[i, j]
                         T.fence_proxy_async()
                         T.sync_threads(8, consumers * 128)
+                        if w == 0:
+                            for j in T.Parallel(EDGES):
+                                if c * EDGES + j < num:
+                                    present[edge_shared[buffer, j] >> 13, (edge_shared[buffer, j] >> 7) & 63, head] = 1
                         T.wgmma_gemm(dS, idx_q_shared[buffer * index_halves, :, :], dk_low, clear_accum=False)
                         if index_halves > 1:
                             T.wgmma_gemm(dS, idx_q_shared[buffer * index_halves + 1, :, :], dk_high, clear_accum=False)
@@ -259,17 +266,19 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
         idx_k: T.StridedTensor((total_k, index_dim), (ik_token, 1), ELEMENT),
         index_lse: T.Tensor((total_q, num_kv_heads), "float32"),
         weights: T.Tensor((total_q,), "float32"),
-        edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
-        tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 4), "int32"),
-        counts: T.Tensor((num_windows, num_kv_heads), "int32"),
+        edges: T.Tensor((num_windows, schedule_heads, num_edges), "int32"),
+        tasks: T.Tensor((num_windows, schedule_heads, num_tasks, 4), "int32"),
+        counts: T.Tensor((num_windows, schedule_heads), "int32"),
         claims: T.Tensor((num_windows,), "int32"),
+        present: T.Tensor((num_rows, topk, num_kv_heads), "int32"),
         losses: T.Tensor((num_kv_heads, num_tasks, block_size), "float32"),
-        partial_dq: T.Tensor((window, topk, num_kv_heads, index_dim), "float32"),
-        partial_dk: T.Tensor((num_kv_heads, num_tasks, block_size, index_dim), "float32"),
+        partial_dq: T.Tensor((num_rows, topk, num_kv_heads, index_dim), "float32"),
+        partial_dk: T.Tensor((num_kv_heads, num_partials, block_size, index_dim), "float32"),
         scale_log2: T.float32,
         index_scale_log2: T.float32,
         factor: T.float32,
         gradients: T.int32,
+        window: T.int32,
         window_index: T.int32,
         num_ctas: T.int32,
     ):
@@ -331,8 +340,8 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 claim = -1
                                 claim_head = 0
                                 seeking = 0
-                            elif claim >= counts[window_index, claim_head]:
-                                claim = claim - counts[window_index, claim_head]
+                            elif claim >= counts[window_index, claim_head * (1 - prefix)]:
+                                claim = claim - counts[window_index, claim_head * (1 - prefix)]
                                 claim_head = claim_head + 1
                             else:
                                 seeking = 0
@@ -350,9 +359,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     if thread == 0:
                         task_shared[0] = claim
                         task_shared[1] = head
-                    key_row = tasks[window_index, head, task, 0]
-                    first_edge = tasks[window_index, head, task, 1]
-                    num = tasks[window_index, head, task, 2] * running
+                    key_row = tasks[window_index, head * (1 - prefix), task, 0]
+                    first_edge = tasks[window_index, head * (1 - prefix), task, 1]
+                    num = tasks[window_index, head * (1 - prefix), task, 2] * running
                     if running > 0:
                         T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
                     T.barrier_arrive(k_full)
@@ -360,7 +369,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         buffer = chunk & 1
                         T.barrier_wait(chunk_free[buffer], ((chunk >> 1) & 1) ^ 1)
                         if thread < EDGES:
-                            edge = edges[window_index, head, first_edge + T.min(c * EDGES + thread, num - 1)]
+                            edge = edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread, num - 1)]
                             edge_shared[buffer, thread] = edge
                             index_lse_shared[buffer, thread] = (
                                 index_lse[window_index * window + (edge >> 13), head] * LOG2_E
@@ -369,7 +378,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         for v in T.unroll(EDGES * rows_per_query // 128):
                             row = (v * 128 + thread) // rows_per_query
                             member = (v * 128 + thread) % rows_per_query
-                            edge = edges[window_index, head, first_edge + T.min(c * EDGES + row, num - 1)]
+                            edge = edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + row, num - 1)]
                             # The mean over the group's heads is a sum of probabilities that are smaller by as much.
                             lse_shared[buffer, v * 128 + thread] = (
                                 lse[window_index * window + (edge >> 13), head * group + T.min(member, group - 1)]
@@ -377,7 +386,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 + log2_group
                             )
                         query = window_index * window + (
-                            edges[window_index, head, first_edge + T.min(c * EDGES + thread // 8, num - 1)] >> 13
+                            edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread // 8, num - 1)] >> 13
                         )
                         for h in T.unroll(index_halves):
                             packed[h, 0:4] = T.ldg128(idx_q[query, head, h * 64 + thread % 8 * 8])
@@ -397,7 +406,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             for r in T.unroll(queries):
                                 edge = edges[
                                     window_index,
-                                    head,
+                                    head * (1 - prefix),
                                     first_edge + T.min(c * EDGES + tile * queries + r, num - 1),
                                 ]
                                 for half in T.unroll(halves):
@@ -435,7 +444,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 consume(
                     0, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared,
                     edge_shared, lse_shared, index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free,
-                    q_full, q_free, chunk_full, chunk_free, tasks, losses, partial_dq, partial_dk, scale_log2,
+                    q_full, q_free, chunk_full, chunk_free, tasks, present, losses, partial_dq, partial_dk, scale_log2,
                     index_scale_log2, factor, gradients, window_index,
                 )  # fmt: skip
             else:
@@ -443,7 +452,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 consume(
                     1, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared,
                     edge_shared, lse_shared, index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free,
-                    q_full, q_free, chunk_full, chunk_free, tasks, losses, partial_dq, partial_dk, scale_log2,
+                    q_full, q_free, chunk_full, chunk_free, tasks, present, losses, partial_dq, partial_dk, scale_log2,
                     index_scale_log2, factor, gradients, window_index,
                 )  # fmt: skip
 

@@ -1,0 +1,230 @@
+"""How the index KL is launched on CUDA: passes over query windows, partial gradients in one bounded workspace.
+
+1. index_lse leaves an LSE of the index scores for every edge (query, slot) of the schedule; merged over the slots, they
+   normalise the student.
+2. index_kl goes over the main scores, window by window. It adds to the losses, and leaves partial gradients: of idx_q
+   for every edge, of idx_k for every task.
+3. index_gradients adds them up before the next window overwrites them.
+
+Sums are made in a fixed order everywhere, so that every call repeats bit for bit, whether or not that was asked for.
+
+The whole prefix goes the same way: its blocks are PREFIX_SLOTS slots at a time, which all KV heads share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from msa_tiles.ops import _attention_kernels, _validate
+from msa_tiles.ops._attention_kernels import LOG2_E
+
+if TYPE_CHECKING:
+    from msa_tiles.ops._dispatch import Place
+    from msa_tiles.runtime import CallFacts
+
+# Blocks of the prefix that make up one schedule: the most slots that an edge can name.
+PREFIX_SLOTS = 64
+# Of the workspace, what the LSE of edges may take: they only live until their merge.
+LSE_SHARE = 4
+FLOAT_BYTES = 4
+# Rows of keys that a CTA of index_gradients adds up (tile.rows of its spec).
+SUM_ROWS = 16
+
+
+class _Schedule(NamedTuple):
+    edges: Tensor
+    tasks: Tensor
+    counts: Tensor
+    window: int
+
+
+def index_kl(
+    facts: CallFacts,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    idx_q: Tensor,
+    idx_k: Tensor,
+    block_indices: Tensor | None,
+    where: Place,
+    *,
+    block_size: int,
+    softmax_scale: float,
+    index_scale: float,
+    token_weights: Tensor | None,
+    longest_k: int,
+    schedule: tuple[Tensor, Tensor, Tensor, int] | None,
+    workspace_bytes: int,
+    deterministic: bool,
+    loss: Tensor,
+    d_idx_q: Tensor | None,
+    d_idx_k: Tensor | None,
+) -> None:
+    """Fill loss, and d_idx_q and d_idx_k where they are wanted."""
+    total_q, num_kv_heads, index_dim = idx_q.shape
+    num_requests = where.cu_seqlens_q.shape[0] - 1
+    gradients = d_idx_q is not None
+    prefix = block_indices is None
+    topk = PREFIX_SLOTS if block_indices is None else block_indices.shape[2]
+    # The blocks that the edges of a window can touch in every request.
+    reach = min(longest_k, PREFIX_SLOTS * block_size) if prefix else longest_k
+
+    def partial_bytes(window: int, tasks: int) -> int:
+        return FLOAT_BYTES * num_kv_heads * index_dim * (window * topk + tasks * block_size) if gradients else 0
+
+    def bytes_of(window: int) -> int:
+        return partial_bytes(window, _most_tasks(window * topk, num_requests, reach, block_size))
+
+    window = _choose_window(total_q, workspace_bytes, bytes_of)
+    if schedule is not None and partial_bytes(schedule[3], schedule[1].shape[2]) > workspace_bytes:
+        # One made for attention, whose partial results are others.
+        schedule = None
+
+    def schedules() -> Iterator[_Schedule]:
+        if schedule is not None:
+            yield _Schedule(*schedule)
+            return
+        ids = block_indices
+        for first in range(0, -(-longest_k // block_size) if prefix else 1, PREFIX_SLOTS):
+            if prefix:
+                slots = torch.arange(first, first + PREFIX_SLOTS, dtype=torch.int32, device=q.device)
+                ids = slots.expand(1, total_q, PREFIX_SLOTS)
+            assert ids is not None
+            made = _attention_kernels.allocate_schedule(
+                ids, num_requests=num_requests, max_seqlen_k=reach, block_size=block_size, window=window
+            )
+            edges, tasks, counts = made
+            _attention_kernels.build_schedule(
+                facts, ids, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
+            )
+            yield _Schedule(edges, tasks, counts, window)
+
+    variant = {"index_dim": index_dim, "block_size": block_size}
+    measure = _find(facts, backend, "index_lse", variant)
+    diverge = _find(facts, backend, "index_kl", facts.variant)
+    add = _find(facts, backend, "index_gradients", variant)
+    # One selection has one schedule, for both passes; those of the prefix are made again.
+    made = None if prefix else tuple(schedules())
+    index_lse = torch.full((total_q, num_kv_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    for part in schedules() if made is None else made:
+        _merge_lse(measure, idx_q, idx_k, part, topk, index_scale, workspace_bytes // LSE_SHARE, index_lse)
+
+    num_tasks = _most_tasks(window * topk, num_requests, reach, block_size)
+    if made is not None:
+        window, num_tasks = made[0].window, made[0].tasks.shape[2]
+    num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
+    weights = torch.ones(total_q, device=q.device) if token_weights is None else token_weights
+    share = 1.0 / (total_q * num_kv_heads)
+    rows, partials = (window, num_tasks) if gradients else (1, 1)
+    floats = {"dtype": torch.float32, "device": q.device}
+    partial_dq = torch.empty((rows, topk, num_kv_heads, index_dim), **floats)
+    partial_dk = torch.empty((num_kv_heads, partials, block_size, index_dim), **floats)
+    present = torch.empty((rows, topk, num_kv_heads), dtype=torch.int32, device=q.device)
+    sum_q = torch.empty((total_q if prefix else rows, num_kv_heads, index_dim), **floats) if gradients else partial_dq
+    sum_k = torch.zeros(idx_k.shape, **floats) if gradients else partial_dk
+    places = k.shape[0] // block_size + num_requests
+    losses = torch.zeros((num_kv_heads, num_tasks, block_size), **floats)
+    for turn, part in enumerate(schedules() if made is None else made):
+        windows = part.tasks.shape[0]
+        claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
+        for index in range(windows):
+            first, count = index * window, min(window, total_q - index * window)
+            if gradients:
+                present.zero_()
+            diverge(
+                q,
+                k,
+                lse,
+                idx_q,
+                idx_k,
+                index_lse,
+                weights,
+                *part[:3],
+                claims,
+                present,
+                losses,
+                partial_dq,
+                partial_dk,
+                softmax_scale * LOG2_E,
+                index_scale * LOG2_E,
+                index_scale * share,
+                int(gradients),
+                window,
+                index,
+                num_ctas,
+            )
+            if d_idx_q is None:
+                continue
+            sums = sum_q[first : first + count] if prefix else sum_q[:count]
+            ctas = count * num_kv_heads + places * (block_size // SUM_ROWS)
+            add(
+                partial_dq,
+                present,
+                partial_dk,
+                part.tasks,
+                part.counts,
+                where.cu_seqlens_k,
+                sums,
+                sum_k,
+                index,
+                int(turn == 0),
+                ctas,
+            )
+            if not prefix:
+                d_idx_q[first : first + count].copy_(sums)
+    torch.mul(losses.sum(), share, out=loss)
+    if d_idx_q is not None and d_idx_k is not None:
+        if prefix:
+            d_idx_q.copy_(sum_q)
+        d_idx_k.copy_(sum_k)
+
+
+def _merge_lse(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: _Schedule, topk: int, scale: float, most: int, index_lse: Tensor
+) -> None:
+    """Merge the index LSE of a schedule's edges into index_lse [T, Hkv]."""
+    total_q, num_kv_heads, _ = idx_q.shape
+    windows = part.tasks.shape[0]
+    together = max(1, most // (FLOAT_BYTES * part.window * topk * num_kv_heads))
+    for first in range(0, windows, together):
+        number = min(together, windows - first)
+        begin = first * part.window
+        count = min(number * part.window, total_q - begin)
+        # A slot without an edge stays empty.
+        partial_lse = idx_q.new_full((count, topk, num_kv_heads), -torch.inf, dtype=torch.float32)
+        kernel(idx_q, idx_k, *part[:3], partial_lse, scale * LOG2_E, part.window, first, number)
+        rows = index_lse[begin : begin + count]
+        torch.logaddexp(rows, partial_lse.logsumexp(1), out=rows)
+
+
+def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) -> int:
+    """How many tasks of one head the edges of a window can make."""
+    return min(edges, num_requests * -(-longest_k // block_size)) + edges // _attention_kernels.CHUNK
+
+
+def _choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
+    """Queries per window, so that what grows with them fits the workspace."""
+    window = _attention_kernels.window_for(total_q, _attention_kernels.MOST_QUERIES)
+    while window > 1 and bytes_of(window) > workspace_bytes:
+        window = -(-window // 2)
+    if bytes_of(window) > workspace_bytes:
+        _validate.refuse(
+            "workspace", f"{workspace_bytes} bytes", f"at least {bytes_of(1)} for the partial gradients of one query"
+        )
+    return window
+
+
+def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
+    from msa_tiles.runtime import find_kernel
+
+    helper = op != facts.op
+    # The features of a call are about its tensors and places; only the schedule tells the helpers where they are.
+    features = frozenset() if op == "index_gradients" else facts.features - {"q_positions"} if helper else facts.features
+    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return find_kernel(op, facts, backend=backend, helper=helper)
