@@ -56,6 +56,7 @@ def index_gradients(index_dim: int, block_size: int):
             middle = T.alloc_var("int32")
             listed = T.alloc_var("int32")
             found = T.alloc_var("int32")
+            heads = T.alloc_var("int32")
             tx = T.get_thread_binding()
             if cta < num_queries * num_kv_heads:
                 query = cta // num_kv_heads
@@ -83,7 +84,11 @@ def index_gradients(index_dim: int, block_size: int):
                 found = 0
                 for i in T.unroll(ROWS):
                     total[i] = 0.0
-                for head in T.serial(num_kv_heads):
+                # A place behind a request's blocks is nobody's, though another's block may begin at its row.
+                heads = 0
+                if key_row < cu_seqlens_k[request[0] + 1]:
+                    heads = num_kv_heads
+                for head in T.serial(heads):
                     listed = T.min(head, schedule_heads - 1)
                     # The first task of the block, or where it would stand.
                     low = 0
