@@ -18,12 +18,16 @@ Of a chunk, the index scores idx_k idx_q^T give the student Q, in the same layou
   d_idx_k [keys, index_dim] += dS idx_q          kept in registers until the task ends
   d_idx_q^T [index_dim, edges] = idx_k^T dS      stored for every edge; 64 rows of it are one consumer's
 
-The second needs all keys of dS, which the consumers exchange through shared memory, two buffers in turn.
+The second needs all keys of dS, which the consumers exchange through shared memory, two buffers in turn. It is made a
+chunk later, so that no consumer waits for the other: while one multiplies, the other takes exponentials. Before the
+products of a chunk's end, the first S of the next chunk is on its way.
 
 Pipelines (name: depth, arrivals)
   k_full, keys_full: 1, 128 producer threads + TMA bytes    k_free, keys_free: 1, all consumer threads
   q_full: STAGES, 128 producer threads + TMA bytes          q_free: STAGES, all consumer threads
-  chunk_full: 2, 128 producer threads                       chunk_free: 2, all consumer threads
+  chunk_full: CHUNKS, 128 producer threads                  chunk_free: CHUNKS, all consumer threads
+  exchanged: 2, all consumer threads, once their keys of dS are written. A consumer passes it before it writes the other
+             buffer, so that the products that read that one are over
 
 K is free as soon as it is in registers, so that the next task's K is loaded during this one; idx_k is loaded after the
 first chunk's tiles, and needed behind them.
@@ -40,6 +44,7 @@ from msa_tiles.dsl.tilelang.packing import high_half, low_half
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 6  # <- tile.stages
 EDGES = 16  # <- tile.edges
+CHUNKS = 3  # <- tile.chunks
 PRODUCER_REGISTERS = 56  # <- tile.producer_registers
 CONSUMER_REGISTERS = 224  # <- tile.consumer_registers
 PASS_CONFIGS = {
@@ -80,16 +85,56 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     schedule_heads, num_partials = T.dynamic("schedule_heads, num_partials")
 
     @T.macro
+    def query_gradients(
+        w, before, side, phase, first, num, head, keys_shared, dS_shared, edge_shared, dq, exchanged, chunk_free,
+        present, partial_dq, factor,
+    ):  # fmt: skip
+        """d_idx_q of the edges from `first` on, whose chunk is in buffer `before` and whose dS in `side`."""
+        T.barrier_wait(exchanged[side], phase)
+        if w < index_halves:
+            for part in T.serial(max(index_halves // consumers, 1)):
+                half = w + part * consumers
+                T.wgmma_gemm(
+                    keys_shared[half * consumers, :, :],
+                    dS_shared[side * consumers, :, :],
+                    dq,
+                    transpose_A=True,
+                    transpose_B=True,
+                    clear_accum=True,
+                )
+                if consumers > 1:
+                    T.wgmma_gemm(
+                        keys_shared[half * consumers + 1, :, :],
+                        dS_shared[side * consumers + 1, :, :],
+                        dq,
+                        transpose_A=True,
+                        transpose_B=True,
+                        clear_accum=False,
+                    )
+                T.wait_wgmma(0)
+                for i, j in T.Parallel(ROWS, EDGES):
+                    if first + j < num:
+                        partial_dq[
+                            edge_shared[before, j] >> 13, (edge_shared[before, j] >> 7) & 63, head, half * 64 + i
+                        ] = dq[i, j] * factor
+        if w == 0:
+            for j in T.Parallel(EDGES):
+                if first + j < num:
+                    present[edge_shared[before, j] >> 13, (edge_shared[before, j] >> 7) & 63, head] = 1
+        T.barrier_arrive(chunk_free[before])
+
+    @T.macro
     def consume(
         w, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared, edge_shared, lse_shared,
         index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free, q_full, q_free, chunk_full, chunk_free,
-        tasks, present, losses, partial_dq, partial_dk, scale_log2, index_scale_log2, factor, gradients, window_index,
+        exchanged, tasks, present, losses, partial_dq, partial_dk, scale_log2, index_scale_log2, factor, gradients,
+        window_index,
     ):  # fmt: skip
         K = T.alloc_fragment([ROWS, head_dim], ELEMENT)
         S = T.alloc_fragment([ROWS, ROWS], "float32")
         P = T.alloc_fragment([ROWS, ROWS], ELEMENT)
-        teacher = T.alloc_fragment([ROWS, EDGES], "float32")
         tile_sum = T.alloc_fragment([ROWS, EDGES], "float32")
+        teacher = T.alloc_fragment([ROWS, EDGES], "float32")
         scores = T.alloc_fragment([ROWS, EDGES], "float32")
         terms = T.alloc_fragment([ROWS, EDGES], "float32")
         dS = T.alloc_fragment([ROWS, EDGES], ELEMENT)
@@ -101,14 +146,19 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
         phase = T.alloc_var("int32")
         turn = T.alloc_var("int32")
         running = T.alloc_var("int32")
-        chunk = T.alloc_var("int32")
         buffer = T.alloc_var("int32")
+        buffer_phase = T.alloc_var("int32")
+        before = T.alloc_var("int32")
+        chunk = T.alloc_var("int32")
         task = T.alloc_var("int32")
         head = T.alloc_var("int32")
         slot = 0
         phase = 0
         turn = 0
         running = 1
+        buffer = 0
+        buffer_phase = 0
+        before = 0
         chunk = 0
         while running > 0:
             T.barrier_wait(k_full, turn & 1)
@@ -120,19 +170,19 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 # With prefix all heads share one schedule.
                 num = tasks[window_index, head * (1 - prefix), task, 2]
                 valid = tasks[window_index, head * (1 - prefix), task, 3] >> 1
+                chunks = T.ceildiv(num, EDGES)
                 T.copy(K_shared[w * ROWS : (w + 1) * ROWS, :], K)
                 T.barrier_arrive(k_free)
                 T.fill(dk_low, 0.0)
                 if index_halves > 1:
                     T.fill(dk_high, 0.0)
                 T.fill(row_loss, 0.0)
-                for c in T.serial(T.ceildiv(num, EDGES)):
-                    buffer = chunk & 1
+                T.barrier_wait(q_full[slot], phase)
+                T.wgmma_gemm(K, Q_shared[slot, :, :], S, transpose_B=True, clear_accum=True)
+                for c in T.serial(chunks):
                     tiles = T.ceildiv(T.min(num - c * EDGES, EDGES), queries)
-                    T.barrier_wait(chunk_full[buffer], (chunk >> 1) & 1)
+                    T.barrier_wait(chunk_full[buffer], buffer_phase)
                     T.fill(teacher, 0.0)
-                    T.barrier_wait(q_full[slot], phase)
-                    T.wgmma_gemm(K, Q_shared[slot, :, :], S, transpose_B=True, clear_accum=True)
                     for tile in T.serial(tiles):
                         T.wait_wgmma(0)
                         T.barrier_arrive(q_free[slot])
@@ -170,7 +220,10 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                     if w * ROWS + i >= valid:
                                         keys_shared[h * consumers + w, i, j] = 0
                             T.fence_proxy_async()
-                            T.sync_threads(9 + w, 128)
+                            T.sync_threads(8 + w, 128)
+                    if c + 1 < chunks:
+                        T.barrier_wait(q_full[slot], phase)
+                        T.wgmma_gemm(K, Q_shared[slot, :, :], S, transpose_B=True, clear_accum=True)
                     T.wgmma_gemm(
                         keys_shared[w, :, :],
                         idx_q_shared[buffer * index_halves, :, :],
@@ -186,6 +239,11 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             transpose_B=True,
                             clear_accum=False,
                         )
+                    if gradients > 0 and c > 0:
+                        query_gradients(
+                            w, before, (chunk & 1) ^ 1, ((chunk - 1) >> 1) & 1, (c - 1) * EDGES, num, head, keys_shared,
+                            dS_shared, edge_shared, dq, exchanged, chunk_free, present, partial_dq, factor,
+                        )  # fmt: skip
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(ROWS, EDGES):
                         scores[i, j] = scores[i, j] * index_scale_log2 - index_lse_shared[buffer, j]
@@ -203,49 +261,26 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     T.reduce_sum(terms, row_loss, dim=1, clear=False)
                     if gradients > 0:
                         for i, j in T.Parallel(ROWS, EDGES):
-                            dS_shared[buffer * consumers + w, j, i] = dS[i, j]
+                            dS_shared[(chunk & 1) * consumers + w, j, i] = dS[i, j]
                         T.fence_proxy_async()
-                        T.sync_threads(8, consumers * 128)
-                        if w == 0:
-                            for j in T.Parallel(EDGES):
-                                if c * EDGES + j < num:
-                                    present[edge_shared[buffer, j] >> 13, (edge_shared[buffer, j] >> 7) & 63, head] = 1
+                        T.barrier_arrive(exchanged[chunk & 1])
                         T.wgmma_gemm(dS, idx_q_shared[buffer * index_halves, :, :], dk_low, clear_accum=False)
                         if index_halves > 1:
                             T.wgmma_gemm(dS, idx_q_shared[buffer * index_halves + 1, :, :], dk_high, clear_accum=False)
-                        if w < index_halves:
-                            for part in T.serial(max(index_halves // consumers, 1)):
-                                half = w + part * consumers
-                                T.wgmma_gemm(
-                                    keys_shared[half * consumers, :, :],
-                                    dS_shared[buffer * consumers, :, :],
-                                    dq,
-                                    transpose_A=True,
-                                    transpose_B=True,
-                                    clear_accum=True,
-                                )
-                                if consumers > 1:
-                                    T.wgmma_gemm(
-                                        keys_shared[half * consumers + 1, :, :],
-                                        dS_shared[buffer * consumers + 1, :, :],
-                                        dq,
-                                        transpose_A=True,
-                                        transpose_B=True,
-                                        clear_accum=False,
-                                    )
-                                T.wait_wgmma(0)
-                                for i, j in T.Parallel(ROWS, EDGES):
-                                    if c * EDGES + j < num:
-                                        partial_dq[
-                                            edge_shared[buffer, j] >> 13,
-                                            (edge_shared[buffer, j] >> 7) & 63,
-                                            head,
-                                            half * 64 + i,
-                                        ] = dq[i, j] * factor
-                        else:
-                            T.wait_wgmma(0)
-                    T.barrier_arrive(chunk_free[buffer])
+                        T.wait_wgmma(0)
+                    else:
+                        T.barrier_arrive(chunk_free[buffer])
+                    before = buffer
                     chunk = chunk + 1
+                    buffer = buffer + 1
+                    if buffer == CHUNKS:
+                        buffer = 0
+                        buffer_phase = buffer_phase ^ 1
+                if gradients > 0:
+                    query_gradients(
+                        w, before, (chunk & 1) ^ 1, ((chunk - 1) >> 1) & 1, (chunks - 1) * EDGES, num, head, keys_shared,
+                        dS_shared, edge_shared, dq, exchanged, chunk_free, present, partial_dq, factor,
+                    )  # fmt: skip
                 T.barrier_arrive(keys_free)
                 for i in T.Parallel(ROWS):
                     losses[head, task, w * ROWS + i] = losses[head, task, w * ROWS + i] + row_loss[i] * LN_2
@@ -286,13 +321,13 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             K_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
             keys_shared = T.alloc_shared([index_halves * consumers, ROWS, 64], ELEMENT)
             Q_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
-            idx_q_shared = T.alloc_shared([2 * index_halves, EDGES, 64], ELEMENT)
+            idx_q_shared = T.alloc_shared([CHUNKS * index_halves, EDGES, 64], ELEMENT)
             ones_shared = T.alloc_shared([tiles_per_chunk, EDGES, ROWS], ELEMENT)
             dS_shared = T.alloc_shared([2 * consumers, EDGES, ROWS], ELEMENT)
-            edge_shared = T.alloc_shared([2, EDGES], "int32", scope="shared")
-            lse_shared = T.alloc_shared([2, EDGES * rows_per_query], "float32", scope="shared")
-            index_lse_shared = T.alloc_shared([2, EDGES], "float32", scope="shared")
-            weight_shared = T.alloc_shared([2, EDGES], "float32", scope="shared")
+            edge_shared = T.alloc_shared([CHUNKS, EDGES], "int32", scope="shared")
+            lse_shared = T.alloc_shared([CHUNKS, EDGES * rows_per_query], "float32", scope="shared")
+            index_lse_shared = T.alloc_shared([CHUNKS, EDGES], "float32", scope="shared")
+            weight_shared = T.alloc_shared([CHUNKS, EDGES], "float32", scope="shared")
             task_shared = T.alloc_shared([2], "int32", scope="shared")
             claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
             k_full = T.alloc_barrier(arrive_count=128)
@@ -301,8 +336,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             keys_free = T.alloc_barrier(arrive_count=consumers * 128)
             q_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             q_free = T.alloc_barrier(arrive_count=[consumers * 128] * STAGES)
-            chunk_full = T.alloc_barrier(arrive_count=[128] * 2)
-            chunk_free = T.alloc_barrier(arrive_count=[consumers * 128] * 2)
+            chunk_full = T.alloc_barrier(arrive_count=[128] * CHUNKS)
+            chunk_free = T.alloc_barrier(arrive_count=[consumers * 128] * CHUNKS)
+            exchanged = T.alloc_barrier(arrive_count=[consumers * 128] * 2)
             tx = T.get_thread_binding()
             for tile, i, j in T.Parallel(tiles_per_chunk, EDGES, ROWS):
                 ones_shared[tile, i, j] = T.if_then_else(i == tile * queries + j // rows_per_query, 1.0, 0.0)
@@ -314,8 +350,8 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 phase = T.alloc_var("int32")
                 turn = T.alloc_var("int32")
                 running = T.alloc_var("int32")
-                chunk = T.alloc_var("int32")
                 buffer = T.alloc_var("int32")
+                buffer_phase = T.alloc_var("int32")
                 packed = T.alloc_local([index_halves, 4], "uint32")
                 claim = T.alloc_var("int32")
                 claim_head = T.alloc_var("int32")
@@ -327,7 +363,8 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 phase = 1
                 turn = 0
                 running = 1
-                chunk = 0
+                buffer = 0
+                buffer_phase = 1
                 while running > 0:
                     if thread == 0:
                         # Claims run through one head's list after the other, so that only the queries of one head
@@ -366,8 +403,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
                     T.barrier_arrive(k_full)
                     for c in T.serial(T.ceildiv(num, EDGES)):
-                        buffer = chunk & 1
-                        T.barrier_wait(chunk_free[buffer], ((chunk >> 1) & 1) ^ 1)
+                        T.barrier_wait(chunk_free[buffer], buffer_phase)
                         if thread < EDGES:
                             edge = edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread, num - 1)]
                             edge_shared[buffer, thread] = edge
@@ -400,7 +436,10 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 )
                         T.fence_proxy_async()
                         T.barrier_arrive(chunk_full[buffer])
-                        chunk = chunk + 1
+                        buffer = buffer + 1
+                        if buffer == CHUNKS:
+                            buffer = 0
+                            buffer_phase = buffer_phase ^ 1
                         for tile in T.serial(T.ceildiv(T.min(num - c * EDGES, EDGES), queries)):
                             T.barrier_wait(q_free[slot], phase)
                             for r in T.unroll(queries):
@@ -444,16 +483,16 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 consume(
                     0, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared,
                     edge_shared, lse_shared, index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free,
-                    q_full, q_free, chunk_full, chunk_free, tasks, present, losses, partial_dq, partial_dk, scale_log2,
-                    index_scale_log2, factor, gradients, window_index,
+                    q_full, q_free, chunk_full, chunk_free, exchanged, tasks, present, losses, partial_dq, partial_dk,
+                    scale_log2, index_scale_log2, factor, gradients, window_index,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     1, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared,
                     edge_shared, lse_shared, index_lse_shared, weight_shared, k_full, k_free, keys_full, keys_free,
-                    q_full, q_free, chunk_full, chunk_free, tasks, present, losses, partial_dq, partial_dk, scale_log2,
-                    index_scale_log2, factor, gradients, window_index,
+                    q_full, q_free, chunk_full, chunk_free, exchanged, tasks, present, losses, partial_dq, partial_dk,
+                    scale_log2, index_scale_log2, factor, gradients, window_index,
                 )  # fmt: skip
 
     return main
