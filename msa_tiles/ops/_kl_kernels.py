@@ -36,7 +36,9 @@ FLOAT_BYTES = 4
 SUM_ROWS = 16
 
 
-class _Schedule(NamedTuple):
+class WindowSchedule(NamedTuple):
+    """The tensors of a schedule, and the queries of its windows."""
+
     edges: Tensor
     tasks: Tensor
     counts: Tensor
@@ -86,9 +88,9 @@ def index_kl(
         # One made for attention, whose partial results are others.
         schedule = None
 
-    def schedules() -> Iterator[_Schedule]:
+    def schedules() -> Iterator[WindowSchedule]:
         if schedule is not None:
-            yield _Schedule(*schedule)
+            yield WindowSchedule(*schedule)
             return
         ids = block_indices
         for first in range(0, -(-longest_k // block_size) if prefix else 1, PREFIX_SLOTS):
@@ -103,12 +105,12 @@ def index_kl(
             _attention_kernels.build_schedule(
                 facts, ids, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
             )
-            yield _Schedule(edges, tasks, counts, window)
+            yield WindowSchedule(edges, tasks, counts, window)
 
     variant = {"index_dim": index_dim, "block_size": block_size}
-    measure = _find(facts, backend, "index_lse", variant)
-    diverge = _find(facts, backend, "index_kl", facts.variant)
-    add = _find(facts, backend, "index_gradients", variant)
+    measure = kernel(facts, backend, "index_lse", variant)
+    diverge = kernel(facts, backend, "index_kl", facts.variant)
+    add = kernel(facts, backend, "index_gradients", variant)
     # One selection has one schedule, for both passes; those of the prefix are made again.
     made = None if prefix else tuple(schedules())
     index_lse = torch.full((total_q, num_kv_heads), -torch.inf, dtype=torch.float32, device=q.device)
@@ -128,7 +130,6 @@ def index_kl(
     present = torch.empty((rows, topk, num_kv_heads), dtype=torch.int32, device=q.device)
     sum_q = torch.empty((total_q if prefix else rows, num_kv_heads, index_dim), **floats) if gradients else partial_dq
     sum_k = torch.zeros(idx_k.shape, **floats) if gradients else partial_dk
-    places = k.shape[0] // block_size + num_requests
     losses = torch.zeros((num_kv_heads, num_tasks, block_size), **floats)
     for turn, part in enumerate(schedules() if made is None else made):
         windows = part.tasks.shape[0]
@@ -162,20 +163,8 @@ def index_kl(
             if d_idx_q is None:
                 continue
             sums = sum_q[first : first + count] if prefix else sum_q[:count]
-            ctas = count * num_kv_heads + places * (block_size // SUM_ROWS)
-            add(
-                partial_dq,
-                present,
-                partial_dk,
-                part.tasks,
-                part.counts,
-                where.cu_seqlens_k,
-                sums,
-                sum_k,
-                index,
-                int(turn == 0),
-                ctas,
-            )
+            parts = (partial_dq, present, partial_dk, part.tasks, part.counts)
+            add_gradients(add, *parts, where.cu_seqlens_k, sums, sum_k, window_index=index, first=turn == 0)
             if not prefix:
                 d_idx_q[first : first + count].copy_(sums)
     torch.mul(losses.sum(), share, out=loss)
@@ -185,22 +174,51 @@ def index_kl(
         d_idx_k.copy_(sum_k)
 
 
-def _merge_lse(
-    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: _Schedule, topk: int, scale: float, most: int, index_lse: Tensor
-) -> None:
-    """Merge the index LSE of a schedule's edges into index_lse [T, Hkv]."""
+def edge_lse(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: WindowSchedule, topk: int, scale: float, windows: range
+) -> Tensor:
+    """The index LSE of the edges of some windows, [their queries, topk, Hkv]; -inf where a slot has no edge."""
     total_q, num_kv_heads, _ = idx_q.shape
+    count = min(windows.stop * part.window, total_q) - windows.start * part.window
+    lse = idx_q.new_full((count, topk, num_kv_heads), -torch.inf, dtype=torch.float32)
+    kernel(idx_q, idx_k, *part[:3], lse, scale * LOG2_E, part.window, windows.start, len(windows))
+    return lse
+
+
+def _merge_lse(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: WindowSchedule, topk: int, scale: float, most: int, into: Tensor
+) -> None:
+    """Merge the index LSE of a schedule's edges into [T, Hkv], with at most so many bytes of them at a time."""
     windows = part.tasks.shape[0]
-    together = max(1, most // (FLOAT_BYTES * part.window * topk * num_kv_heads))
+    together = max(1, most // (FLOAT_BYTES * part.window * topk * idx_q.shape[1]))
     for first in range(0, windows, together):
-        number = min(together, windows - first)
-        begin = first * part.window
-        count = min(number * part.window, total_q - begin)
-        # A slot without an edge stays empty.
-        partial_lse = idx_q.new_full((count, topk, num_kv_heads), -torch.inf, dtype=torch.float32)
-        kernel(idx_q, idx_k, *part[:3], partial_lse, scale * LOG2_E, part.window, first, number)
-        rows = index_lse[begin : begin + count]
-        torch.logaddexp(rows, partial_lse.logsumexp(1), out=rows)
+        some = range(first, min(first + together, windows))
+        lse = edge_lse(kernel, idx_q, idx_k, part, topk, scale, some)
+        rows = into[first * part.window : first * part.window + len(lse)]
+        torch.logaddexp(rows, lse.logsumexp(1), out=rows)
+
+
+def add_gradients(
+    kernel: Any,
+    partial_dq: Tensor,
+    present: Tensor,
+    partial_dk: Tensor,
+    tasks: Tensor,
+    counts: Tensor,
+    cu_seqlens_k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    *,
+    window_index: int,
+    first: bool,
+) -> None:
+    """Fill dq [n, Hkv, Di], or add to it unless `first`, and add to dk [Tk, Di]."""
+    block_size = partial_dk.shape[2]
+    places = dk.shape[0] // block_size + cu_seqlens_k.shape[0] - 1
+    ctas = dq.shape[0] * dq.shape[1] + places * (block_size // SUM_ROWS)
+    kernel(
+        partial_dq, present, partial_dk, tasks, counts, cu_seqlens_k, dq, dk, window_index, int(first), ctas
+    )  # fmt: skip
 
 
 def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) -> int:
@@ -220,11 +238,14 @@ def _choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
     return window
 
 
-def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
+def kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
+    """The kernel of an operator that serves a call of index_kl."""
     from msa_tiles.runtime import find_kernel
 
     helper = op != facts.op
     # The features of a call are about its tensors and places; only the schedule tells the helpers where they are.
-    features = frozenset() if op == "index_gradients" else facts.features - {"q_positions"} if helper else facts.features
+    features = (
+        frozenset() if op == "index_gradients" else facts.features - {"q_positions"} if helper else facts.features
+    )
     facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
     return find_kernel(op, facts, backend=backend, helper=helper)

@@ -16,7 +16,7 @@ from msa_tiles import ops, reference
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import build_on
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import compare, schedules, training
+from msa_tiles.verify import compare, index_parts, schedules, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -409,5 +409,6 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "build_schedule": BuildSchedule,
     "split_selection": SplitSelection,
     "shared_attention": SharedAttention,
+    **index_parts.CHECKS,
     **training.CHECKS,
 }

@@ -1,4 +1,4 @@
-"""KV-outer index KL over one query window: loss, and partial gradients of the index branch, from one pass of the scores.
+"""KV-outer index KL over one query window: loss and partial gradients of the index branch from one pass of the scores.
 
 Grid: one persistent CTA per SM. A task is one KV block of one KV head with a run of the edges (query, slot) that
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
@@ -167,9 +167,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             if task < 0:
                 running = 0
             else:
-                # With prefix all heads share one schedule.
-                num = tasks[window_index, head * (1 - prefix), task, 2]
-                valid = tasks[window_index, head * (1 - prefix), task, 3] >> 1
+                listed = head * (1 - prefix)
+                num = tasks[window_index, listed, task, 2]
+                valid = tasks[window_index, listed, task, 3] >> 1
                 chunks = T.ceildiv(num, EDGES)
                 T.copy(K_shared[w * ROWS : (w + 1) * ROWS, :], K)
                 T.barrier_arrive(k_free)
@@ -278,8 +278,8 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         buffer_phase = buffer_phase ^ 1
                 if gradients > 0:
                     query_gradients(
-                        w, before, (chunk & 1) ^ 1, ((chunk - 1) >> 1) & 1, (chunks - 1) * EDGES, num, head, keys_shared,
-                        dS_shared, edge_shared, dq, exchanged, chunk_free, present, partial_dq, factor,
+                        w, before, (chunk & 1) ^ 1, ((chunk - 1) >> 1) & 1, (chunks - 1) * EDGES, num, head,
+                        keys_shared, dS_shared, edge_shared, dq, exchanged, chunk_free, present, partial_dq, factor,
                     )  # fmt: skip
                 T.barrier_arrive(keys_free)
                 for i in T.Parallel(ROWS):
@@ -396,16 +396,20 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     if thread == 0:
                         task_shared[0] = claim
                         task_shared[1] = head
-                    key_row = tasks[window_index, head * (1 - prefix), task, 0]
-                    first_edge = tasks[window_index, head * (1 - prefix), task, 1]
-                    num = tasks[window_index, head * (1 - prefix), task, 2] * running
+                    # With prefix all heads share one schedule.
+                    listed = head * (1 - prefix)
+                    key_row = tasks[window_index, listed, task, 0]
+                    first_edge = tasks[window_index, listed, task, 1]
+                    num = tasks[window_index, listed, task, 2] * running
                     if running > 0:
                         T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
                     T.barrier_arrive(k_full)
                     for c in T.serial(T.ceildiv(num, EDGES)):
                         T.barrier_wait(chunk_free[buffer], buffer_phase)
                         if thread < EDGES:
-                            edge = edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread, num - 1)]
+                            edge = edges[
+                                window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread, num - 1)
+                            ]
                             edge_shared[buffer, thread] = edge
                             index_lse_shared[buffer, thread] = (
                                 index_lse[window_index * window + (edge >> 13), head] * LOG2_E
@@ -414,7 +418,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         for v in T.unroll(EDGES * rows_per_query // 128):
                             row = (v * 128 + thread) // rows_per_query
                             member = (v * 128 + thread) % rows_per_query
-                            edge = edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + row, num - 1)]
+                            edge = edges[
+                                window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + row, num - 1)
+                            ]
                             # The mean over the group's heads is a sum of probabilities that are smaller by as much.
                             lse_shared[buffer, v * 128 + thread] = (
                                 lse[window_index * window + (edge >> 13), head * group + T.min(member, group - 1)]
@@ -422,7 +428,10 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 + log2_group
                             )
                         query = window_index * window + (
-                            edges[window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread // 8, num - 1)] >> 13
+                            edges[
+                                window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread // 8, num - 1)
+                            ]
+                            >> 13
                         )
                         for h in T.unroll(index_halves):
                             packed[h, 0:4] = T.ldg128(idx_q[query, head, h * 64 + thread % 8 * 8])
@@ -445,7 +454,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             for r in T.unroll(queries):
                                 edge = edges[
                                     window_index,
-                                    head * (1 - prefix),
+                                    listed,
                                     first_edge + T.min(c * EDGES + tile * queries + r, num - 1),
                                 ]
                                 for half in T.unroll(halves):

@@ -29,8 +29,8 @@ def index_lse(index_dim: int, block_size: int):
 
     idx_q [total_q, num_kv_heads, index_dim], idx_k [total_k, index_dim] and a schedule -> partial_lse [rows, topk,
     num_kv_heads] (natural logarithm) of every edge of the windows from first_window on; row 0 is the first query of
-    that window. Of slots without an edge nothing is written. scale_log2 is the scale times log2(e), positive. Heads past the
-    schedule's last one share that.
+    that window. Of slots without an edge nothing is written. scale_log2 is the scale times log2(e), positive. Heads
+    past the schedule's last one share that.
     """
     halves = index_dim // 64
     loads = ROWS // 16
@@ -79,9 +79,7 @@ def index_lse(index_dim: int, block_size: int):
                 for tile in T.serial(T.ceildiv(num, ROWS)):
                     for step in T.unroll(loads):
                         query = window_index * window + (
-                            edges[
-                                window_index, listed, first_edge + T.min(tile * ROWS + step * 16 + tx // 8, num - 1)
-                            ]
+                            edges[window_index, listed, first_edge + T.min(tile * ROWS + step * 16 + tx // 8, num - 1)]
                             >> 13
                         )
                         for h in T.unroll(halves):
@@ -89,12 +87,12 @@ def index_lse(index_dim: int, block_size: int):
                     for step in T.unroll(loads):
                         for h in T.unroll(halves):
                             for u in T.unroll(4):
-                                idx_q_shared[
-                                    (tile & 1) * halves + h, step * 16 + tx // 8, tx % 8 * 8 + 2 * u
-                                ] = low_half(packed[step * halves + h, u])
-                                idx_q_shared[
-                                    (tile & 1) * halves + h, step * 16 + tx // 8, tx % 8 * 8 + 2 * u + 1
-                                ] = high_half(packed[step * halves + h, u])
+                                idx_q_shared[(tile & 1) * halves + h, step * 16 + tx // 8, tx % 8 * 8 + 2 * u] = (
+                                    low_half(packed[step * halves + h, u])
+                                )
+                                idx_q_shared[(tile & 1) * halves + h, step * 16 + tx // 8, tx % 8 * 8 + 2 * u + 1] = (
+                                    high_half(packed[step * halves + h, u])
+                                )
                     T.fence_proxy_async()
                     # Whoever passes has done the products of the last tile, so that its buffer may be filled again.
                     T.sync_threads()
