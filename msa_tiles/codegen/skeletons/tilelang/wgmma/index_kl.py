@@ -495,7 +495,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     q_full, q_free, chunk_full, chunk_free, exchanged, tasks, present, losses, partial_dq, partial_dk,
                     scale_log2, index_scale_log2, factor, gradients, window_index,
                 )  # fmt: skip
-            else:
+            elif consumers > 1:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     1, K_shared, keys_shared, Q_shared, idx_q_shared, ones_shared, dS_shared, task_shared,
