@@ -83,7 +83,7 @@ def index_kl(
     def bytes_of(window: int) -> int:
         return partial_bytes(window, _most_tasks(window * topk, num_requests, reach, block_size))
 
-    window = _choose_window(total_q, workspace_bytes, bytes_of)
+    window = choose_window(total_q, workspace_bytes, bytes_of)
     if schedule is not None and partial_bytes(schedule[3], schedule[1].shape[2]) > workspace_bytes:
         # One made for attention, whose partial results are others.
         schedule = None
@@ -226,7 +226,7 @@ def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) 
     return min(edges, num_requests * -(-longest_k // block_size)) + edges // _attention_kernels.CHUNK
 
 
-def _choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
+def choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
     """Queries per window, so that what grows with them fits the workspace."""
     window = _attention_kernels.window_for(total_q, _attention_kernels.MOST_QUERIES)
     while window > 1 and bytes_of(window) > workspace_bytes:
