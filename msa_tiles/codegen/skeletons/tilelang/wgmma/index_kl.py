@@ -35,8 +35,6 @@ first chunk's tiles, and needed behind them.
 Edges and tasks are laid out as the sparse_attention kernel documents them.
 """
 
-import math
-
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
@@ -75,7 +73,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     consumers = block_size // ROWS
     halves = head_dim // 64
     index_halves = index_dim // 64
-    log2_group = math.log2(group)
+    log2_group = group.bit_length() - 1
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
