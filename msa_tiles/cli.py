@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from msa_tiles import __version__, console
-from msa_tiles.commands import build, demo, explain, generate, support, tune, verify
+from msa_tiles.commands import bench, build, demo, explain, generate, support, tune, verify
 
-COMMANDS = (demo, generate, support, explain, build, verify, tune)
+COMMANDS = (demo, generate, support, explain, build, verify, tune, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,6 +23,12 @@ def complain(text: str) -> None:
     sys.stderr.flush()
 
 
+def note(text: str) -> None:
+    """Write one line of progress, over the line that `progress` redraws."""
+    sys.stderr.write(("\r\x1b[K" if sys.stderr.isatty() else "") + text + "\n")
+    sys.stderr.flush()
+
+
 def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
     """Yield `items` (or `range(items)`) while telling stderr how far it has come."""
     iterable: Iterable = range(items) if isinstance(items, int) else items

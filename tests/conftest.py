@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -15,6 +17,11 @@ def _why_no_gpu() -> str | None:
     if major != CAPABILITY_MAJOR:
         return f"needs a CUDA device of capability {CAPABILITY_MAJOR}.x, this one has {major}.{minor}"
     return None
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for every core; where a GPU is, none, since its tests measure memory and time on it."""
+    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from msa_tiles.spec import (
 from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
 
-LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on
+LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
         if amount > limit:
             return f"{amount} {what} {at} exceed the {limit} that a block can have on {target.name}"
     columns = plan.tensor_memory(variant)
-    if columns and (columns < LEAST_COLUMNS or columns & (columns - 1)):
-        return f"{columns} columns of tensor memory {at} are no power of two from {LEAST_COLUMNS} on"
+    if columns % LEAST_COLUMNS:
+        return f"{columns} columns of tensor memory {at} are no multiple of {LEAST_COLUMNS}, as it is handed out"
     return None
 
 

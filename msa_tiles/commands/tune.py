@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,8 @@ def _figures(
     cells: Sequence[Any], device: Any, labels: Sequence[str] | None, seconds: float
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(workload, queries, milliseconds by cell) for each bench workload of the operator."""
+    import torch
+
     from msa_tiles import paths
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
@@ -86,44 +89,35 @@ def _figures(
         if labels and workload.label not in labels:
             continue
         case = Case(cells[0], operator, workload, operator.m3, 0.0)
-        calls: dict[str, Callable[[], Any]] = {}
-        for cell in cells:
-            check = CHECKS[cell.op](case, Source(device, 0, workload.values), False, cell.dsl)
-            calls[cell.id] = functools.partial(check.run, False)
-        yield workload.label, case.dims["total_q"], measure(calls, seconds)
+        check: Any = None
+        try:
+            # All run on the same inputs: those of the longest workloads fit a GPU once.
+            check = CHECKS[cells[0].op](case, Source(device, 0, workload.values), False, cells[0].dsl)
+            figure = measure({cell.id: functools.partial(_run, check, cell.dsl) for cell in cells}, seconds)
+        except torch.OutOfMemoryError:
+            console.complain(f"msa-tiles tune: {cells[0].op} {workload.label} does not fit this GPU and is left out")
+            continue
+        finally:
+            check = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        yield workload.label, case.dims["total_q"], figure
+
+
+def _run(check: Any, dsl: str) -> Any:
+    check.backend = dsl
+    return check.run(False)
 
 
 def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Milliseconds of each call, in a graph where it can be captured; the median over rounds in which all take part."""
-    import torch
+    from msa_tiles.bench.timing import CudaClock
 
-    def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                call()
-        except RuntimeError:  # a call that reads its answer on the host is timed as it is
-            torch.cuda.synchronize()
-            return call
-        return graph.replay
-
-    def timed(call: Callable[[], Any], times: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    times = {}
-    calls = {name: captured(call) for name, call in calls.items()}
-    for name, call in calls.items():
-        times[name] = max(1, int(seconds * 1e3 / max(timed(call, 2), 1e-3)))
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    clock = CudaClock()
+    plays = {name: clock.load([call])[0] for name, call in calls.items()}
+    times = {name: max(1, int(seconds * 1e3 / max(clock.run(play, 2)[1] / 2, 1e-3))) for name, play in plays.items()}
+    found: dict[str, list[float]] = {name: [] for name in plays}
     for turn in range(ROUNDS):
-        for name in list(calls) if turn % 2 == 0 else list(reversed(calls)):
-            found[name].append(timed(calls[name], times[name]))
+        for name in list(plays) if turn % 2 == 0 else list(reversed(plays)):
+            found[name].append(clock.run(plays[name], times[name])[1] / times[name])
     return {name: round(statistics.median(values), 5) for name, values in found.items()}

@@ -1,4 +1,4 @@
-"""The selection map as a PNG."""
+"""The selection map, and how a training went, as PNGs."""
 
 from __future__ import annotations
 
@@ -111,6 +111,47 @@ def draw(
         # A script that matplotlib's font lacks shows as boxes in the labels; the report has the phrases in full.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=110)
+
+
+def draw_training(
+    path: Path, losses: Sequence[float], warmup_steps: int, grades: Sequence[dict[str, Any]], title: str
+) -> None:
+    """Write the loss of each step and the grades of the examinations (`demo.train.Grade` as mappings) to `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    steps = range(1, len(losses) + 1)
+    left.plot(
+        steps[:warmup_steps], losses[:warmup_steps], color="tab:orange", label="warm-up: KL over the whole prefix"
+    )
+    left.plot(steps[warmup_steps:], losses[warmup_steps:], color="tab:blue", label="then: KL over the selected blocks")
+    left.set_yscale("log")
+    left.set_ylabel("KL divergence (nats)")
+    left.set_title("training loss")
+    left.legend(frameon=False)
+    at = [grade["step"] for grade in grades]
+    for name, label, style in (
+        ("best_mass", "the best selection of as many blocks", {"color": "gray", "linestyle": "--"}),
+        ("mass", "dense attention inside the selected blocks", {"color": "tab:blue", "marker": "o"}),
+        ("answers_selected", "block with the answer selected", {"color": "tab:green", "marker": "s"}),
+        ("answers_read", "right next word read from sparse attention", {"color": "tab:red", "marker": "^"}),
+    ):
+        right.plot(at, [grade[name] for grade in grades], label=label, markersize=5, **style)
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    right.set_ylim(0, 1.05)
+    right.set_title("examinations on unseen text")
+    right.legend(frameon=False, loc="lower right")
+    for axes in (left, right):
+        axes.axvspan(0, warmup_steps, color="tab:orange", alpha=0.08)
+        axes.set_xlim(0, len(losses))
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
 
 
 def _shorten(phrase: str, length: int = 38) -> str:

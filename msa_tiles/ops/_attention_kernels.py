@@ -30,10 +30,10 @@ LOG2_E = math.log2(math.e)
 MOST_QUERIES = 4096
 WINDOW_MULTIPLE = 128
 
-# Whether calls without a schedule of their own take the hybrid kernels: on an H100 at 32K 1.5x on sticky selections and
-# 1.1x on uniform ones; off until their whole grid is verified on a GPU. FILL is how many shared blocks a tile of
-# neighbouring queries takes at least, should its queries select so many: each spares partial results, for products.
-HYBRID = False
+# Whether calls without a schedule of their own take the hybrid kernels where they exist: on an H100 at 32K 1.5x on
+# sticky selections and 1.1x on uniform ones. FILL is how many shared blocks a tile of neighbouring queries takes at
+# least, should its queries select so many: each spares partial results and costs products in vain.
+HYBRID = True
 FILL = 0
 # Rows of a tile, the least that a query takes, and the CTAs of shared_attention that share an SM.
 TILE_ROWS = 64
@@ -143,7 +143,7 @@ def sparse_attention(
     lse: Tensor,
 ) -> None:
     """Fill out and lse, one window of queries after the other."""
-    if HYBRID and schedule is None and _dispatch.aligned(out):
+    if HYBRID and schedule is None and _dispatch.aligned(out) and _serves(facts, backend, "shared_attention"):
         tile_tokens = TILE_ROWS // max(q.shape[1] // block_indices.shape[0], LEAST_ROWS)
         if workspace_bytes // bytes_per_query(block_indices.shape[2], *q.shape[1:]) >= tile_tokens:
             _hybrid_attention(
@@ -338,11 +338,19 @@ def combine(
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     from msa_tiles.runtime import find_kernel
 
-    helper = op != facts.op
+    return find_kernel(op, _facts_of(facts, op, variant), backend=backend, helper=op != facts.op)
+
+
+def _serves(facts: CallFacts, backend: str, op: str) -> bool:
+    from msa_tiles.runtime import serves
+
+    return serves(op, _facts_of(facts, op, facts.variant), backend=backend, helper=True)
+
+
+def _facts_of(facts: CallFacts, op: str, variant: Mapping[str, int]) -> CallFacts:
     # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
     features = facts.features if op in (facts.op, "shared_attention") else frozenset()
-    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
-    return find_kernel(op, facts, backend=backend, helper=helper)
+    return dataclasses.replace(facts, op=op, variant=variant, features=features)
 
 
 def _refuse_workspace(came: int, queries: int, topk: int, num_q_heads: int, head_dim: int) -> None:

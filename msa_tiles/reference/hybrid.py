@@ -46,7 +46,7 @@ def split_selection(
     ids = block_indices.to(torch.int64)
     visible = (ids >= 0) & (ids * block_size <= batch.limit[:, None]) & (batch.limit[:, None] >= 0)
     rows = torch.where(visible, start[:, None] + ids * block_size, -1)
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, behind), value=-1).view(num_kv_heads * tiles, tile_tokens * topk)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, behind), value=-1).reshape(num_kv_heads * tiles, tile_tokens * topk)
     queries = torch.full((tiles,), tile_tokens, device=device)
     queries[-1:] -= behind
     ends = torch.nn.functional.pad(last_rows, (0, behind), value=1 << 40).view(tiles, tile_tokens)

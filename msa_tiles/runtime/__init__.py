@@ -1,7 +1,7 @@
 """Choose, compile, cache and launch generated kernels."""
 
 from msa_tiles.runtime.compiler import CompileError, compile_count
-from msa_tiles.runtime.dispatch import NoKernelError, find_kernel
+from msa_tiles.runtime.dispatch import NoKernelError, find_kernel, serves
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.toolchain import ToolchainError
@@ -16,4 +16,5 @@ __all__ = [
     "compile_count",
     "device_facts",
     "find_kernel",
+    "serves",
 ]

@@ -123,15 +123,40 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
     Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
     compiled here.
     """
-    dims = tuple(facts.variant.items())
-    key = (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size, backend, helper)
+    key = _key(op, facts, backend, helper)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _find(op, facts, backend, helper)
     return kernel
 
 
+_served: dict[tuple, bool] = {}
+
+
+def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> bool:
+    """Whether `find_kernel` would find a kernel. Compiles nothing; the answer is kept for the life of the process."""
+    key = _key(op, facts, backend, helper)
+    answer = _served.get(key)
+    if answer is None:
+        answer = _served[key] = _decide(op, facts, backend, helper)[0].chosen is not None
+    return answer
+
+
+def _key(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple:
+    dims = tuple(facts.variant.items())
+    return (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size, backend, helper)
+
+
 def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
+    decision, registry = _decide(op, facts, backend, helper)
+    if decision.chosen is None:
+        raise NoKernelError(decision.complaint())
+    cell, variant = decision.chosen.cell, decision.chosen.variant
+    entry = compile_variant(cell, variant, registry.targets[cell.target].arch)
+    return Kernel(cell, variant, entry, facts.device)
+
+
+def _decide(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple[Decision, Registry]:
     if facts.op != op:
         raise ValueError(f"facts are of {facts.op!r}, wanted {op!r}")
     if backend not in BACKENDS or backend == "reference":
@@ -142,8 +167,4 @@ def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     decision = decide(facts, device, registry, backend)
     if decision.chosen is None and helper:
         decision = decide(facts, device, registry)
-    if decision.chosen is None:
-        raise NoKernelError(decision.complaint())
-    cell, variant = decision.chosen.cell, decision.chosen.variant
-    entry = compile_variant(cell, variant, registry.targets[cell.target].arch)
-    return Kernel(cell, variant, entry, facts.device)
+    return decision, registry

@@ -104,9 +104,10 @@ def read(frame: Frame, box: Box, agents: Any) -> np.ndarray:
 def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
     """Store squeezed values, converted to the buffer's type."""
     memory = box.memory
-    if isinstance(memory, TensorMemory):
-        raise UnsupportedError(f"{memory.name}: written by something else than a product")
     values = converted(np.broadcast_to(values, box.squeezed), memory.dtype)
+    if isinstance(memory, TensorMemory):
+        memory.store(frame, box, values.reshape(-1))
+        return
     if isinstance(memory, SharedMemory):
         places = box.places
         memory.write(places, _of_rows(agents, len(places)), values.reshape(-1))
@@ -122,9 +123,12 @@ def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
 
 
 def copy(frame: Frame, source: Box, target: Box) -> None:
-    """T.copy between registers, shared and global memory, or from tensor memory; done when it returns."""
+    """T.copy between registers, shared and global memory, or of tensor memory and registers; done when it returns."""
     if source.squeezed != target.squeezed:
         raise UnsupportedError(f"copy of a box {source.extent} to a box {target.extent}")
+    for box, other in ((source, target), (target, source)):
+        if isinstance(box.memory, TensorMemory) and not isinstance(other.memory, Fragment):
+            raise UnsupportedError(f"copy of {source.memory.name} to {target.memory.name}: wanted a fragment")
     agents: Any = team(frame, "a tile copy")
     if isinstance(source.memory, Fragment) != isinstance(target.memory, Fragment):
         rows = row_agents(frame, source.squeezed[0])
@@ -134,6 +138,8 @@ def copy(frame: Frame, source: Box, target: Box) -> None:
 
 def fill(frame: Frame, target: Box, value: Any) -> None:
     """T.fill."""
+    if isinstance(target.memory, TensorMemory):
+        raise UnsupportedError(f"fill of {target.memory.name}: wanted registers or shared memory")
     write(frame, target, np.asarray(value), team(frame, "a tile fill"))
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from msa_tiles.simulator.barriers import Mbarrier, NamedBarrier
 from msa_tiles.simulator.boxes import Memory
-from msa_tiles.simulator.errors import InFlightError, OutOfBoundsError, UnsupportedError
-from msa_tiles.simulator.frame import WARP, Frame, Role
+from msa_tiles.simulator.errors import DivergenceError, InFlightError, OutOfBoundsError, UnsupportedError
+from msa_tiles.simulator.frame import WARP, WARPGROUP, Frame, Role
 from msa_tiles.simulator.memory import Fragment, GlobalMemory, LocalMemory
 from msa_tiles.simulator.order import Order
 from msa_tiles.simulator.program import BufferInfo
@@ -44,6 +44,8 @@ class Cta:
         self.stores: dict[int, list[Store]] = {}
         self.landing: list[Store] = []
         self.core: TensorCore | None = None
+        # The arguments of set_max_nreg of each warp, in order.
+        self.registers: list[list[tuple[int, ...]]] = [[] for _ in range(threads // WARP)]
         self._private: list[BufferInfo] = []
         slot = 0
         for info in buffers.values():
@@ -57,7 +59,7 @@ class Cta:
                 self.memory[info.key] = SharedMemory(info.name, info.shape, info.dtype, self.order)
             elif info.scope == "shared.tmem":
                 self.memory[info.key] = TensorMemory(info.name, info.shape, info.dtype, self.order)
-                self.core = TensorCore(self.order, info.name)
+                self.core = self.core or TensorCore(self.order, info.name)
             elif info.scope == "local.fragment":
                 self.memory[info.key] = Fragment(info.name, info.shape, info.dtype)
             elif info.scope in ("local", "local.var"):
@@ -111,8 +113,12 @@ class Cta:
     def end(self) -> None:
         """All threads have ended.
 
-        Raises InFlightError.
+        Raises DivergenceError, InFlightError.
         """
+        for first in range(0, len(self.registers), WARPGROUP):
+            group = self.registers[first : first + WARPGROUP]
+            if any(calls != group[0] for calls in group) or (group[0] and len(group) < WARPGROUP):
+                raise DivergenceError(f"CTA {self.index}: set_max_nreg by a part of warps {first} to {first + 3}")
         if self.core is not None:
             self.core.end()
         for barrier in self.slots():

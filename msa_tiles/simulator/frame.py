@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from msa_tiles.simulator.wgmma import Wgmma
 
 WARP = 32
+WARPGROUP = 4  # warps
 
 
 class Role:

@@ -13,7 +13,7 @@ import numpy as np
 from msa_tiles.simulator import boxes, intrinsics, tma, wgmma
 from msa_tiles.simulator.barriers import Mbarrier, NamedBarrier, Wait, sync, wait_phase
 from msa_tiles.simulator.boxes import Box
-from msa_tiles.simulator.errors import DivergenceError, UnsupportedError
+from msa_tiles.simulator.errors import UnsupportedError
 from msa_tiles.simulator.expressions import Expressions
 from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.shared import SharedMemory
@@ -212,10 +212,11 @@ def _between_grids(compiler: Expressions, node: Any) -> Built:
 
 
 def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
+    wanted = tuple(compiler.constant(n, "argument of set_max_nreg") for n in node.args)
+
     def run(f: Frame) -> None:
-        warps = f.whole_warps("set_max_nreg")
-        if len(warps) % wgmma.WARPGROUP or warps[0] % wgmma.WARPGROUP:
-            raise DivergenceError("set_max_nreg by a part of a warpgroup")
+        for warp in f.whole_warps("set_max_nreg"):
+            f.cta.registers[warp].append(wanted)
 
     return run, False, True
 

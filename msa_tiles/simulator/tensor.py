@@ -1,4 +1,4 @@
-"""Tensor memory, and the tcgen05 products that accumulate in it.
+"""Tensor memory, and the tcgen05 products that accumulate in it and may read their left operand from it.
 
 Products are done in the order in which they are issued, as late as the barriers to which they are committed allow. Who
 has passed such a barrier knows that everything committed to it before is done: its operands are free, its result there.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from msa_tiles.simulator.barriers import EARLY, Mbarrier
-from msa_tiles.simulator.dtypes import poisoned
+from msa_tiles.simulator.dtypes import is_float, poisoned
 from msa_tiles.simulator.errors import InFlightError, RaceError, UninitialisedError, UnsupportedError
 from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.order import Order
@@ -30,14 +30,17 @@ class TensorMemory:
     """One buffer [..., LANES, columns]. Elements are named by their flat place."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], order: Order) -> None:
-        if len(shape) < 2 or shape[-2] != LANES or dtype != np.float32:
-            raise UnsupportedError(f"{name}: tensor memory {shape} of {dtype}; wanted {LANES} rows of float32")
+        if len(shape) < 2 or shape[-2] != LANES or not is_float(dtype):
+            raise UnsupportedError(f"{name}: tensor memory {shape} of {dtype}; wanted {LANES} rows of floats")
         self.name, self.shape, self.dtype, self.order = name, shape, dtype, order
         size = int(np.prod(shape))
         self.array = poisoned((size,), dtype)
         self.places = np.arange(size).reshape(shape)
-        self.writer = np.zeros(size, np.int32)  # the last product of each element; 0 for none
+        self.written = np.zeros(size, bool)
+        self.writer = np.zeros(size, np.int32)  # the product whose result an element is; 0 for none
+        self.reader = np.zeros(size, np.int32)  # the last product that reads each element; 0 for none
         self.reads = np.zeros((order.warps, size), np.int32)
+        self.stores = np.zeros((order.warps, size), np.int32)
         self.products: dict[int, Product] = {}
 
     def read(self, frame: Frame, box: Box) -> np.ndarray:
@@ -45,27 +48,81 @@ class TensorMemory:
 
         Raises UninitialisedError, RaceError.
         """
-        warps = frame.whole_warps("a copy from tensor memory")
-        if len(warps) != READERS or warps[0] % READERS or box.extent[-2] != LANES:
-            raise UnsupportedError(f"{self.name}: {len(warps)} warps read a box {box.extent}; wanted a warpgroup")
-        places = self.places[box.slices]
-        agents = np.broadcast_to(warps[np.arange(LANES) // WARP][:, None], places.shape).reshape(-1)
-        places = places.reshape(-1)
-        writer = self.writer[places]
-        if not writer.all():
+        places, agents = self._lanes(frame, box, "read")
+        if not self.written[places].all():
             raise UninitialisedError(f"{self.name}: read before a product was written there")
-        if (writer > self.order.knows[agents, self.order.tensor]).any():
-            raise RaceError(f"{self.name}: read before the product that writes it is known to be done, {NO_BARRIER}")
-        for number in np.unique(writer).tolist():
-            self.products[number].use()
+        self._after_products(self.writer[places], agents, "read before the product that writes it")
+        self._after_warps(self.stores[:, places], self.order.knows[agents].T, "read", "stores")
+        for number in np.unique(self.writer[places]).tolist():
+            if number:
+                self.products[number].use()
         self.reads[agents, places] = self.order.clock[agents]
         return self.array[places]
 
+    def store(self, frame: Frame, box: Box, values: np.ndarray) -> None:
+        """Set a box of all lanes, each by the warp that can.
+
+        Raises RaceError.
+        """
+        places, agents = self._lanes(frame, box, "store")
+        knows = self.order.knows[agents].T
+        self._after_products(self.writer[places], agents, "stored before the product that writes it")
+        self._after_products(self.reader[places], agents, "stored before the product that reads it")
+        self._after_warps(self.reads[:, places], knows, "stored", "reads")
+        self._after_warps(self.stores[:, places], knows, "stored", "stores")
+        self.array[places] = values
+        self.written[places] = True
+        self.writer[places] = 0
+        self.stores[agents, places] = self.order.clock[agents]
+
+    def result(self, product: Product, places: np.ndarray, knows: np.ndarray) -> None:
+        """A product sets these elements, or adds to them.
+
+        Raises RaceError, UninitialisedError.
+        """
+        self._after_warps(self.reads[:, places], knows[:, None], "a tcgen05 product", "reads")
+        self._after_warps(self.stores[:, places], knows[:, None], "a tcgen05 product", "stores")
+        if not product.clear and not self.written[places].all():
+            raise UninitialisedError(f"{self.name}: a product is added to what nobody wrote")
+        self.written[places] = True
+        self.writer[places] = product.number
+        self.products[product.number] = product
+        if product.clear:
+            self.array[places] = poisoned(places.shape, self.dtype)
+
+    def operand(self, product: Product, places: np.ndarray, knows: np.ndarray) -> None:
+        """A product reads these elements.
+
+        Raises RaceError, UninitialisedError.
+        """
+        if not self.written[places].all():
+            raise UninitialisedError(f"{self.name}: a tcgen05 product reads what nobody wrote")
+        self._after_warps(self.stores[:, places], knows[:, None], "a tcgen05 product", "stores")
+        self.reader[places] = product.number
+
     def check_over(self, warp: int, what: str) -> None:
-        """Raises RaceError when a warp does not know all reads to be over."""
-        known = self.order.knows[warp, : self.order.warps, None]
-        if (self.reads > known).any():
-            raise RaceError(f"{self.name}: {what} while another warp may still read it, {NO_BARRIER}")
+        """Raises RaceError when a warp does not know all accesses to be over."""
+        known = self.order.knows[warp, :, None]
+        self._after_warps(self.reads, known, what, "reads")
+        self._after_warps(self.stores, known, what, "stores")
+
+    def _lanes(self, frame: Frame, box: Box, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """The places of a box, and the warp of each."""
+        warps = frame.whole_warps("a copy of tensor memory")
+        if len(warps) != READERS or warps[0] % READERS or box.extent[-2] != LANES:
+            raise UnsupportedError(f"{self.name}: {len(warps)} warps {what} a box {box.extent}; wanted a warpgroup")
+        places = self.places[box.slices]
+        agents = np.broadcast_to(warps[np.arange(LANES) // WARP][:, None], places.shape).reshape(-1)
+        return places.reshape(-1), agents
+
+    def _after_products(self, numbers: np.ndarray, agents: np.ndarray, what: str) -> None:
+        if (numbers > self.order.knows[agents, self.order.tensor]).any():
+            raise RaceError(f"{self.name}: {what} is known to be done, {NO_BARRIER}")
+
+    def _after_warps(self, clocks: np.ndarray, knows: np.ndarray, what: str, doing: str) -> None:
+        """Clocks of accesses [warps, n] against what is known of all agents [agents, n or 1]."""
+        if (clocks > knows[: self.order.warps]).any():
+            raise RaceError(f"{self.name}: {what} over what another warp {doing}, {NO_BARRIER}")
 
 
 class Product(WatchedProduct):
@@ -79,30 +136,33 @@ class Product(WatchedProduct):
             raise UnsupportedError(
                 f"tcgen05 product into {memory.name}{c.extent}: wanted {LANES} rows of tensor memory"
             )
+        if memory.dtype != np.float32:
+            raise UnsupportedError(f"{memory.name}: a tcgen05 product accumulates in {memory.dtype}; wanted float32")
         self.order = frame.cta.order
         self.number, self.a, self.b, self.transposed, self.clear = number, a, b, transposed, clear
         self.memory, self.shape = memory, c.extent[-2:]
         self.places = memory.places[c.slices].reshape(-1)
-        warp = int(frame.warps[0])
-        knows = self.order.knowledge(warp)
-        for operand in (a, b):
-            self._check_operand(operand, knows)
-        if (memory.reads[:, self.places] > knows[: self.order.warps, None]).any():
-            raise RaceError(f"{memory.name}: a tcgen05 product over what another warp reads, {NO_BARRIER}")
-        if not clear and not memory.writer[self.places].all():
-            raise UninitialisedError(f"{memory.name}: a product is added to what nobody wrote")
-        memory.writer[self.places] = number
-        memory.products[number] = self
-        if clear:
-            memory.array[self.places] = poisoned(self.places.shape, memory.dtype)
+        knows = self.order.knowledge(int(frame.warps[0]))
+        if isinstance(a.memory, TensorMemory):
+            if transposed[0] or a.extent[-2] != LANES:
+                raise UnsupportedError(f"{a.memory.name}{a.extent}: a left operand has all {LANES} rows")
+            a.memory.operand(self, a.memory.places[a.slices].reshape(-1), knows)
+        else:
+            self._check_shared(a, knows, None if transposed[0] else a.extent[-2])
+        self._check_shared(b, knows, None)
+        memory.result(self, self.places, knows)
 
-    def _check_operand(self, operand: Box, knows: np.ndarray) -> None:
+    def _check_shared(self, operand: Box, knows: np.ndarray, rows: int | None) -> None:
+        """With `rows`, some rows may be empty: they are poison, and so is what is multiplied from them."""
         memory = operand.memory
         if not isinstance(memory, SharedMemory):
             raise UnsupportedError(f"tcgen05 operand {memory.name}: wanted shared memory")
         places = operand.places
-        if not memory.clock[0, places].all():
-            raise UninitialisedError(f"{memory.name}: a tcgen05 product reads what nobody wrote")
+        filled = memory.clock[0, places] > 0
+        if not filled.all():
+            by_row = filled.reshape(rows or 1, -1)
+            if not by_row.any() or (by_row.any(1) != by_row.all(1)).any():
+                raise UninitialisedError(f"{memory.name}: a tcgen05 product reads what nobody wrote")
         if memory.unordered(places, knows).any():
             raise RaceError(f"{memory.name}: a tcgen05 product reads what somebody writes, {NO_BARRIER}")
         memory.check_published(places, knows, "a tcgen05 operand")
@@ -121,8 +181,9 @@ class Product(WatchedProduct):
 
     def _operand(self, box: Box) -> np.ndarray:
         memory = box.memory
-        assert isinstance(memory, SharedMemory)
-        return memory.array[box.places].astype(np.float32).reshape(box.extent[-2:])
+        assert isinstance(memory, SharedMemory | TensorMemory)
+        places = box.places if isinstance(memory, SharedMemory) else memory.places[box.slices]
+        return memory.array[places].astype(np.float32).reshape(box.extent[-2:])
 
 
 class Commit:

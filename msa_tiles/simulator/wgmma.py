@@ -12,12 +12,11 @@ import torch
 
 from msa_tiles.simulator.boxes import Box, row_agents, team
 from msa_tiles.simulator.errors import UnsupportedError
-from msa_tiles.simulator.frame import Frame
+from msa_tiles.simulator.frame import WARPGROUP, Frame
 from msa_tiles.simulator.memory import Fragment
 from msa_tiles.simulator.product import WatchedProduct
 from msa_tiles.simulator.shared import SharedMemory
 
-WARPGROUP = 4
 NEVER = np.iinfo(np.int32).max
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from msa_tiles.spec.expression import Expression
 from msa_tiles.spec.model import Device, Operator, Point, Precision, Workload
@@ -52,18 +53,35 @@ def quantities_of(
     return known
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do at least: operations on `compute` elements, bytes of memory to move."""
+
+    flops: float
+    bytes: float
+    compute: str
+
+    def floor_ms(self, device: Device) -> float:
+        """The least time the roofline allows: arithmetic at peak or bytes at full bandwidth, whichever is longer.
+
+        A device without a peak for `compute` is bounded by its bandwidth alone.
+        """
+        peak = device.peak_tflops.get(self.compute)
+        arithmetic = self.flops / (peak * 1e12) if peak else 0.0
+        return 1e3 * max(arithmetic, self.bytes / (device.memory_gb_per_s * 1e9))
+
+
+def work_of(operator: Operator, workload: Workload, precision: Precision, point: Point, compute: str) -> Work:
+    """The work of one workload, from the operator's roofline."""
+    known = quantities_of(operator, workload, precision, point, compute)
+    return Work(operator.roofline.flops(known), operator.roofline.bytes(known), compute)
+
+
 def floor_ms(
     operator: Operator, workload: Workload, precision: Precision, point: Point, device: Device, compute: str
 ) -> float:
-    """The least time the roofline allows: the arithmetic at peak or the bytes at full bandwidth, whichever is longer.
-
-    A device without a peak for `compute` is bounded by its bandwidth alone.
-    """
-    known = quantities_of(operator, workload, precision, point, compute)
-    flops, moved = operator.roofline.flops(known), operator.roofline.bytes(known)
-    peak = device.peak_tflops.get(compute)
-    arithmetic = flops / (peak * 1e12) if peak else 0.0
-    return 1e3 * max(arithmetic, moved / (device.memory_gb_per_s * 1e9))
+    """`Work.floor_ms` of a workload."""
+    return work_of(operator, workload, precision, point, compute).floor_ms(device)
 
 
 def _sum_of_visible(first: int, queries: int, causal: bool) -> int:

@@ -21,10 +21,10 @@ _NOWHERE = {"page_table": None, "seqused_k": None, "q_positions": None, "k_offse
 
 
 @contextmanager
-def hybrid(fill: int) -> Iterator[None]:
-    """Attention on CUDA takes the hybrid kernels, with ``fill`` shared blocks a tile where there are so many."""
+def hybrid(on: bool, fill: int = 0) -> Iterator[None]:
+    """Attention on CUDA takes the hybrid kernels, with at least ``fill`` shared blocks a tile if it can, or not."""
     before = _attention_kernels.HYBRID, _attention_kernels.FILL
-    _attention_kernels.HYBRID, _attention_kernels.FILL = True, fill
+    _attention_kernels.HYBRID, _attention_kernels.FILL = on, fill
     try:
         yield
     finally:

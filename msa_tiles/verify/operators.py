@@ -232,9 +232,11 @@ class SelectBlocks:
 
 
 class SparseAttention:
-    """Outputs against the reference in float32 on the same inputs."""
+    """Outputs against the reference in float32 on the same inputs; every block goes through the kernel of that name."""
 
     op: Any = staticmethod(ops.sparse_attention)
+    hybrid = False
+    fill = 0
 
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.backend = case.dims, case, backend
@@ -260,11 +262,13 @@ class SparseAttention:
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         arguments = (self.q, self.k, self.v, self.ids)
-        if not into_buffers:
-            return tuple(self.op(*arguments, return_lse=True, backend=self.backend, **self.options))
-        out = Buffer(self.q.shape, self.q.dtype, self.q.device)
-        lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
-        self.op(*arguments, return_lse=True, out=out.view, lse=lse, backend=self.backend, **self.options)
+        options = {**self.options, "return_lse": True, "backend": self.backend}
+        with hybrid(self.hybrid, self.fill):
+            if not into_buffers:
+                return tuple(self.op(*arguments, **options))
+            out = Buffer(self.q.shape, self.q.dtype, self.q.device)
+            lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
+            self.op(*arguments, out=out.view, lse=lse, **options)
         out.check_gaps("out")
         return out.view, lse
 
@@ -283,13 +287,11 @@ class SparseAttention:
 class SharedAttention(SparseAttention):
     """The same by the hybrid kernels."""
 
+    hybrid = True
+
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         super().__init__(case, source, strided, backend)
         self.fill = case.workload.parameters.get("fill", 0)
-
-    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        with hybrid(self.fill):
-            return super().run(into_buffers)
 
 
 class SparseDecode(SparseAttention):

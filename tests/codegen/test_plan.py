@@ -84,8 +84,9 @@ def test_an_illegal_variant(
     ("columns", "sentence"),
     [
         ("width * 8", None),
-        ("16", "16 columns of tensor memory at width=64 are no power of two from 32 on"),
-        ("3 * width", "192 columns of tensor memory at width=64 are no power of two from 32 on"),
+        ("3 * width", None),
+        ("16", "16 columns of tensor memory at width=64 are no multiple of 32, as it is handed out"),
+        ("width + 16", "80 columns of tensor memory at width=64 are no multiple of 32, as it is handed out"),
         ("width * 16", "1024 columns of tensor memory at width=64 exceed the 512 that a block can have on toy"),
     ],
 )

@@ -61,8 +61,3 @@ def test_every_command_named_exists(name, capsys):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^):]+)\)", TEXT))))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
-
-
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"perf\.\w+", TEXT))))
-def test_benchmarks_named_exist(module):
-    assert (ROOT / (module.replace(".", "/") + ".py")).is_file()

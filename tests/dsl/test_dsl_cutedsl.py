@@ -14,11 +14,11 @@ from torch import Tensor
 
 cutlass = pytest.importorskip("cutlass", reason="needs the extra `cutedsl`")
 
-from cutlass import Int32, cute  # noqa: E402
+from cutlass import Boolean, Float32, Int32, cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from msa_tiles import reference  # noqa: E402
-from msa_tiles.dsl.cutedsl import topk, varlen  # noqa: E402
+from msa_tiles.dsl.cutedsl import maxima, queued, topk, varlen, warp  # noqa: E402
 from msa_tiles.runtime.registry import default_registry  # noqa: E402
 
 CAPACITY = 8
@@ -82,13 +82,120 @@ def test_a_list_holds_the_best(order: int, k: int, init: int, local: int) -> Non
     assert torch.equal(out, reference.topk_select(scores[None], k, num_valid_blocks=valid, **forced)[0])
 
 
-def test_bits_below() -> None:
-    _, module = kernel_of("topk_select", topk=16)
+@pytest.fixture
+def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps of one lane, which is all that a CPU has, and the GPU's maximum, which ignores NaN."""
 
+    def fmax(a: Float32, b: Float32) -> Float32:
+        b_is_nan = (Float32(b).bitcast(Int32) & 0x7FFFFFFF) > topk.INFINITY_BITS
+        return Float32(cutlass.select_((Float32(a) >= b) | b_is_nan, Float32(a), Float32(b)))
+
+    monkeypatch.setattr(cute.arch, "fmax", fmax)
+    for name in ("vote_any_sync", "vote_all_sync"):
+        monkeypatch.setattr(cute.arch, name, Boolean)
+
+
+@cute.jit
+def rank_candidates(
+    scores: cute.Tensor, valid: cute.Tensor, out: cute.Tensor, positive: cute.Tensor, queue: cute.Tensor, init: Int32,
+    local: Int32, order: Int32,
+):  # fmt: skip
+    for i in cutlass.range(scores.shape[0]):
+        row = queued.Candidates(queue, CAPACITY, valid[i], init, local)
+        queued.start(row)
+        for block in cutlass.range(scores.shape[1]):
+            queued.offer(row, scores[i, block], block)
+        queued.settle(row)
+        positive[i] = row.positive[0]
+        topk.emit(row.keys, row.ids, valid[i], Int32(out.shape[1]), order, out[i, None])
+
+
+@pytest.mark.parametrize(
+    ("k", "init", "local", "order"), [(8, 0, 1, 0), (5, 1, 2, 1), (3, 4, 4, 2), (1, 0, 0, 0), (8, 20, 9, 1)]
+)
+def test_a_list_behind_a_queue_holds_the_best(one_lane: None, k: int, init: int, local: int, order: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randint(-3, 4, (200, 61), generator=generator).float()
+    scores[::2] -= 2
+    for value in (torch.inf, -torch.inf, -0.0):
+        scores[torch.rand(scores.shape, generator=generator) < 0.05] = value
+    valid = torch.randint(0, 62, (200,), generator=generator).to(torch.int32)
+    out, positive = int32(200, k), int32(200)
+    queue = torch.full((queued.WAITING,), -1, dtype=torch.int64)
+    # Blocks past the valid ones are offered too, as a tile's other rows may see them.
+    run(rank_candidates, scores, valid, out, positive, queue, init, local, order)
+    forced = {"init_blocks": init, "local_blocks": local, "order": ORDERS[order]}
+    assert torch.equal(out, reference.topk_select(scores[None], k, num_valid_blocks=valid, **forced)[0])
+    # Bounds above 0 are those of full lists whose last score is not negative.
+    full = reference.topk_select(scores[None], CAPACITY, num_valid_blocks=valid, **forced)[0].long()
+    blocks = torch.arange(61)
+    is_forced = (blocks < init) | (blocks >= valid[:, None] - local)
+    ranked = scores.masked_fill(is_forced, torch.inf).gather(1, full.clamp(min=0))
+    assert torch.equal(positive.bool(), ((full >= 0) & (ranked >= 0)).all(1))
+
+
+@cute.jit
+def tile_maxima(
+    tiles: cute.Tensor, factors: cute.Tensor, limits: cute.Tensor, out: cute.Tensor, scaled: cutlass.Constexpr,
+    cut: Int32, positive: Int32,
+):  # fmt: skip
+    """The four lanes of two rows, one after the other: out [tile, lane, row]."""
+    scores = cute.make_rmem_tensor(cute.make_layout(((2, 2, 16), 1, 1), stride=((1, 2, 4), 0, 0)), Float32)
+    for i in cutlass.range(tiles.shape[0]):
+        for lane in cutlass.range(4):
+            for number in cutlass.range_constexpr(64):
+                column = number // 4 * 8 + lane * 2 + number % 2
+                scores[(number % 2, number // 2 % 2, number // 4), 0, 0] = tiles[i, number // 2 % 2, column]
+            found = maxima.tile_maxima(
+                scores, factors if cutlass.const_expr(scaled) else None, limits[i, None], Int32(0), cut != 0,
+                positive, lane,
+            )  # fmt: skip
+            for half in cutlass.range_constexpr(2):
+                out[i, lane, half] = found[half]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("cut", "positive"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_maxima_of_a_tile(one_lane: None, scaled: bool, cut: int, positive: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tiles = torch.randn(60, 2, 128, generator=generator)
+    tiles[::3] -= 3
+    tiles[10:13] = -tiles[10:13].abs()
+    for value in (torch.nan, torch.inf, -torch.inf, -0.0, 0.0):
+        tiles[30:][torch.rand(30, 2, 128, generator=generator) < 0.1] = value
+    tiles[50, 0] = torch.nan
+    factors = torch.rand(128, generator=generator) + 0.5
+    limits = torch.randint(-2, 130, (60, 2), generator=generator).to(torch.int32)
+    out = torch.full((60, 4, 2), torch.nan)
+    run(tile_maxima, tiles, factors, limits, out, scaled, cut, positive)
+    products = tiles * factors if scaled else tiles
+    wanted = products.masked_fill(products.isnan(), -torch.inf)
+    if cut:
+        wanted[torch.arange(128) > limits[..., None]] = -torch.inf
+    wanted = wanted.unflatten(-1, (16, 4, 2)).amax((-3, -1)).transpose(1, 2)
+    if positive and not cut:
+        inexact = (wanted < 0) & ~products.unflatten(-1, (16, 4, 2)).isnan().any(1).any(1).any(-1)[..., None]
+        assert bool(inexact.any()) and bool((out[inexact] < 0).all())
+        out, wanted = out.masked_fill(inexact, 0), wanted.masked_fill(inexact, 0)
+    assert torch.equal(out, wanted)
+
+
+def test_every_row_has_a_lane() -> None:
+    @cute.jit
+    def places(out: cute.Tensor):
+        for thread in cutlass.range(128):
+            out[thread] = maxima.place_of_lane(thread // 32, thread % 32)
+
+    out = int32(128)
+    run(places, out)
+    assert sorted(out.tolist()) == list(range(128))
+
+
+def test_bits_below() -> None:
     @cute.jit
     def masks(counts: cute.Tensor, out: cute.Tensor):
         for i in cutlass.range(cute.size(counts)):
-            out[i] = module.bits_below(counts[i])
+            out[i] = warp.bits_below(counts[i])
 
     counts = torch.tensor([-(2**31), -1, 0, 1, 5, 31, 32, 33, 2**31 - 1], dtype=torch.int32)
     out = int32(len(counts))

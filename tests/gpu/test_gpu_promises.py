@@ -110,10 +110,11 @@ def test_attention_memory_is_bounded_by_the_workspace() -> None:
 
 def test_a_schedule_can_be_used_again(calls: Calls) -> None:
     schedule = ops.build_schedule(calls.ids, **calls.where)
-    wanted = ops.sparse_attention(calls.q, calls.k, calls.v, calls.ids, **calls.where)
-    for _ in range(2):
-        again = ops.sparse_attention(calls.q, calls.k, calls.v, calls.ids, schedule=schedule, **calls.where)
-        torch.testing.assert_close(again, wanted, atol=0, rtol=0)
+    arguments = (calls.q, calls.k, calls.v, calls.ids)
+    first, again = (ops.sparse_attention(*arguments, schedule=schedule, **calls.where) for _ in range(2))
+    torch.testing.assert_close(again, first, atol=0, rtol=0)
+    # A call without one may take other kernels, which add in another order.
+    torch.testing.assert_close(first, ops.sparse_attention(*arguments, **calls.where), atol=2e-2, rtol=2e-2)
 
 
 def test_a_compiled_graph_calls_the_kernels(calls: Calls) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from msa_tiles import ops, runtime
 from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.quant import FP8
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.dispatch import fit_variant
@@ -26,8 +27,10 @@ from msa_tiles.runtime.registry import default_registry
 
 pytestmark = pytest.mark.slow
 
+ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
-CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}  # DLPack's (type code, bits)
+# DLPack's (type code, bits).
+CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), FP8: (10, 8)}
 CUDA = 2  # DLPack's device type
 # Integers may begin anywhere. Requests of one, no, four and 125 tokens.
 LENGTHS = torch.tensor([-1, 0, 1, 1, 5, 130], dtype=torch.int32)[1:]
@@ -65,7 +68,13 @@ class Disguised:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def target() -> str:
+    """The target whose kernels take the calls; tests of operators that others have too choose among them."""
+    return "sm90"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, target: str) -> list[str]:
     """Route CPU tensors to the compiled kernels; the operators whose arguments passed every check."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would run here, on pointers of the CPU")
@@ -76,13 +85,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def find_kernel(op: str, facts: Any, backend: str = "auto", *, helper: bool = False) -> Callable[..., None]:
-        cells = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision=facts.precision)
+        cells = default_registry().select(op=op, dsl="cutedsl", target=target, precision=facts.precision)
         if not cells:
             return lambda *_arguments: None
         assert not facts.features - cells[0].features
         variant, misfit = fit_variant(cells[0], facts.variant)
         assert misfit is None
-        function = load_function(compile_variant(cells[0], variant, "sm_90a"))
+        function = load_function(compile_variant(cells[0], variant, ARCHS[target]))
 
         def kernel(*arguments: Any) -> None:
             disguised = [Disguised(value) if isinstance(value, Tensor) else value for value in arguments]
@@ -132,6 +141,7 @@ def paged(_make: Callable[..., Tensor], heads: int | None, dim: int) -> dict[str
     return {"keys": keys, "cu_seqlens_q": LENGTHS, "page_table": integers(4, 3), "seqused_k": LENGTHS.diff()}
 
 
+TARGETS = pytest.mark.parametrize("target", ARCHS)
 PLACES = [(flat, normal), (packed, strided), (paged, strided)]
 
 
@@ -144,12 +154,34 @@ def test_index_score(launched: list[str], place: Callable[..., dict], make: Call
     assert launched == ["index_score"] * 2
 
 
+@TARGETS
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_select_blocks(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
     where = place(make, None, 128)
     idx_k = where.pop("keys")
     ops.select_blocks(make(130, 4, 128), idx_k, 16, **where)
     ops.select_blocks(make(130, 1, 128), idx_k, 13, order="score", init_blocks=1, out=integers(1, 130, 13), **where)
+    assert launched == ["select_blocks"] * 2
+
+
+def as_fp8(tensor: Tensor) -> Tensor:
+    """Zeros where the tensor has its elements."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8).zero_().view(FP8)
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+@pytest.mark.parametrize("key_scales", [False, True])
+def test_select_blocks_on_fp8(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], key_scales: bool
+) -> None:
+    where = place(make, None, 128)
+    idx_k = as_fp8(where.pop("keys"))
+    # Every second one of as many scales as there are keys, and of more heads' and tokens' than there are queries.
+    k_scale = torch.ones(*idx_k.shape[:-1], 2)[..., 1] if key_scales else torch.tensor(0.5)
+    q_scale = torch.ones(8, 131).T[1:, ::2]
+    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 16, k_scale=k_scale, **where)
+    grouped = {"num_kv_heads": 2, "q_scale": q_scale, "k_scale": k_scale, "out": integers(2, 130, 13)}
+    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 13, order="score", init_blocks=1, **grouped, **where)
     assert launched == ["select_blocks"] * 2
 
 
@@ -162,6 +194,62 @@ def test_topk_select(launched: list[str], place: Callable[..., dict]) -> None:
     ops.topk_select(wide, 5, num_kv_heads=2, order="score", out=integers(2, 130, 5), **where)
     ops.topk_select(wide, 16, num_valid_blocks=integers(130), **where)
     assert launched == ["topk_select"] * 3
+
+
+@TARGETS
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_decode_score(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    where = place(make, None, 128)
+    idx_k = where.pop("keys")
+    ops.decode_score(make(130, 4, 128), idx_k, **where)
+    ops.decode_score(make(130, 3, 128), idx_k, layout="token_major", causal=False, **where)
+    assert launched == ["decode_score"] * 2
+
+
+@pytest.mark.parametrize("place", [flat, packed])
+def test_decode_topk(launched: list[str], place: Callable[..., dict]) -> None:
+    where = place(normal, None, 128)
+    del where["keys"]
+    ops.decode_topk(torch.zeros(4, 130, 2), 16, **where)
+    wide = torch.zeros(130, 4, 7).transpose(0, 1)[..., 1:3]
+    ops.decode_topk(wide, 5, num_kv_heads=2, order="score", out=integers(2, 130, 5), **where)
+    ops.decode_topk(wide, 64, num_valid_blocks=integers(130), **where)
+    assert launched == ["decode_topk"] * 3
+
+
+@pytest.mark.parametrize("group", [16, 2])
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_sparse_decode(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], group: int
+) -> None:
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    ids = integers(2, 130, 3).transpose(0, 1).contiguous().transpose(0, 1)
+    ops.sparse_decode(make(130, 2 * group, 128), k, k, ids, **where)
+    buffers = {"out": strided(130, 2 * group, 128), "lse": torch.zeros(130, 4 * group)[:, : 2 * group]}
+    # With room for no partial result there is one split, which writes into the caller's buffers.
+    ops.sparse_decode(make(130, 2 * group, 128), k, k, ids, return_lse=True, workspace=1, **buffers, **where)
+    assert launched == ["sparse_decode"] * 2
+
+
+def test_sparse_decode_in_splits(launched: list[str]) -> None:
+    where = {"cu_seqlens_q": integers(3), "page_table": integers(2, 9), "seqused_k": integers(2), "max_seqlen_k": 1000}
+    cache = normal(6, 128, 2, 256).transpose(1, 2)
+    k, v = cache.split(128, -1)
+    ops.sparse_decode(normal(2, 32, 128), k, v, integers(2, 2, 16), **where)
+    assert launched == ["sparse_decode", "combine"]
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_msa_decode(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]) -> None:
+    """Ids are chosen inside sparse_decode; few rows are split and merged, many are not."""
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    idx_k = place(make, None, 128)["keys"]
+    ops.msa_decode(make(130, 32, 128), k, k, make(130, 4, 128), idx_k, 16, **where)
+    ids = torch.zeros(130, 2, 5, dtype=torch.int32).transpose(0, 1)
+    ops.msa_decode(make(130, 32, 128), k, k, make(130, 2, 128), idx_k, 5, block_indices=ids, init_blocks=1, **where)
+    assert [name for name in launched if name != "combine"] == ["decode_score", "sparse_decode"] * 2
 
 
 @pytest.mark.parametrize(("place", "make"), PLACES)
@@ -179,6 +267,7 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
 
 
+@TARGETS
 @pytest.mark.parametrize("make", [normal, strided])
 def test_combine(launched: list[str], make: Callable[..., Tensor]) -> None:
     partial_out = torch.stack([make(3, 5, 128)] * 4)

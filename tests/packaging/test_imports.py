@@ -30,8 +30,10 @@ ALLOWED: dict[str, set[str] | None] = {
     "skeletons": {"dsl"},
     "runtime": {"spec", "paths", "sources", "errors"},
     "ops": {"runtime", "spec", "paths", "reference", "quant"},
+    "nn": {"ops"},
     "simulator": set(),
     "verify": {"ops", "runtime", "spec", "reference", "quant", "paths"},
+    "bench": {"ops", "runtime", "spec", "reference", "paths"},
     "demo": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,
@@ -109,6 +111,7 @@ def check_imports_of_dsl(module: Path, dsl: str) -> None:
         ("import msa_tiles.codegen", HEAVY),
         ("import msa_tiles.runtime", {"tilelang", "tvm", "cutlass"}),
         ("import msa_tiles.ops", {"tilelang", "tvm", "cutlass"}),
+        ("import msa_tiles.bench.charts", {"tilelang", "tvm", "cutlass", "matplotlib"}),
     ],
 )
 def test_importing_does_not_load_what_it_does_not_need(statement: str, unwanted: set[str]) -> None:

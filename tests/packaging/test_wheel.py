@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -118,7 +119,13 @@ def test_generate_writes_the_same_kernels_elsewhere(installed: Path, tmp_path: P
 
 def test_explain_needs_no_gpu(installed: Path) -> None:
     text = run(installed, "msa-tiles", "explain", "sparse_attention", "--device", "sm90")
-    assert "Runs sparse_attention.tilelang.sm90.bf16" in text
+    assert "Measured on NVIDIA H100 80GB HBM3" in text
+    assert re.search(r"Runs sparse_attention\.(tilelang|cutedsl)\.sm90\.bf16, from .*/site-packages/msa_tiles/", text)
+
+
+def test_bench_shows_recorded_rows(installed: Path) -> None:
+    text = run(installed, "msa-tiles", "bench", "--from", str(ROOT / "perf/results/nvidia-h100-80gb-hbm3.jsonl"))
+    assert text.startswith("NVIDIA H100 80GB HBM3") and "sparse_attention  prefill_32k_u" in text
 
 
 def test_the_demo_does_the_main_job(installed: Path, tmp_path: Path) -> None:

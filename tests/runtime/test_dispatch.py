@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from msa_tiles.runtime import dispatch
-from msa_tiles.runtime.dispatch import NoKernelError, decide, find_kernel, fit_variant
+from msa_tiles.runtime.dispatch import NoKernelError, decide, find_kernel, fit_variant, serves
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Cell, Registry, Target
 
@@ -105,6 +105,22 @@ def test_a_helper_is_of_another_dsl_where_the_one_named_has_none(
             find_kernel("scale_rows", call(), "cutedsl")
     with pytest.raises(NoKernelError, match="width is 96"):
         find_kernel("scale_rows", call(variant={"width": 96, "capacity": 4}), "cutedsl", helper=True)
+
+
+def test_whether_a_call_is_served_is_known_without_compiling(
+    registry: Registry, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(dispatch, "default_registry", lambda: asked.append("") or registry)
+    monkeypatch.setattr(dispatch, "device_facts", lambda *_: H100)
+    monkeypatch.setattr(dispatch, "compile_variant", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(dispatch, "_served", {})
+    assert serves("scale_rows", call())
+    assert serves("scale_rows", call())
+    assert len(asked) == 1
+    assert not serves("scale_rows", call(), "cutedsl")
+    assert serves("scale_rows", call(), "cutedsl", helper=True)
+    assert not serves("scale_rows", call(precision="fp8"))
 
 
 def test_no_kernel_error_lists_every_candidate(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

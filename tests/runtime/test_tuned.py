@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from msa_tiles.commands import tune
 from msa_tiles.runtime import tuned
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.runtime.tuned import Figure
@@ -65,3 +66,28 @@ def test_a_malformed_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / tuned.TUNED).write_text(text)
     with pytest.raises(ValueError, match=r"tuned\.json is not what `msa-tiles tune` writes"):
         tuned.read(tmp_path)
+
+
+class FakeClock:
+    """Kernel `a` takes 2 ms and every fourth time 50, `b` takes 4; nothing is slept."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def load(self, calls):
+        [call] = calls
+        return call, "graph"
+
+    def run(self, play, times):
+        if times > 2:
+            self.order.append(play())
+        slow = self.order.count("a") == 2 and play() == "a"
+        each = [50.0 if slow else {"a": 2.0, "b": 4.0}[play()]] * times
+        return each, sum(each)
+
+
+def test_rivals_are_timed_in_turns_and_an_outlier_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("msa_tiles.bench.timing.CudaClock", lambda: clock)
+    assert tune.measure({"a": lambda: "a", "b": lambda: "b"}, seconds=0.1) == {"a": 2.0, "b": 4.0}
+    assert clock.order == ["a", "b", "b", "a", "a", "b"]

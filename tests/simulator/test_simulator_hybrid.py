@@ -44,6 +44,7 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
         return launch
 
     monkeypatch.setattr(_attention_kernels, "_find", find)
+    monkeypatch.setattr(_attention_kernels, "_serves", lambda *_: True)
     properties = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     call = Call([(31, 150), (0, 70), (1, 1), (40, 200)], seed=3, pages_per_block=pages_per_block)
@@ -55,7 +56,7 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
     facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
-    with hybrid(fill=1):
+    with hybrid(True, fill=1):
         _attention_kernels.sparse_attention(
             facts,
             "auto",

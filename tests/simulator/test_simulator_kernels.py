@@ -459,7 +459,9 @@ def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     simulated_calls.select_blocks(
         Call(sequences, seed=seed, values="integer"), head_dim=64, block_size=64, topk=8, k=2, heads_per_group=2
     )
-    simulated_calls.sparse_attention(Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, ctas=3)
+    for target in ("sm90", "sm100"):
+        call = Call(sequences, seed=seed, target=target)
+        simulated_calls.sparse_attention(call, head_dim=64, block_size=64, group=8, topk=2, ctas=3)
     simulated_hybrid.shared_attention(
         Call(sequences, seed=seed), head_dim=64, block_size=64, group=8, topk=2, window=40, ctas=3, close=True, fill=1
     )

@@ -1,10 +1,13 @@
-"""Exact top-k of one row by a whole CTA: keys in registers, the k-th largest key found bit by bit.
+"""Exact top-k of one row by a whole CTA, keys in registers.
 
-Thread t holds the keys of blocks t, t + threads, ... as unsigned numbers in the order of the scores. The threshold is
-the largest number that at least k keys reach: two of its bits are found at a time, from the top, with one round of
-counts over the CTA, until exactly k keys reach it. Where its last bits leave more than k, the keys equal to it are
-ties, and a search over block ids, bit by bit, keeps the lowest of them. What remains is listed in an order that depends
-on the keys alone.
+Thread t holds the keys of blocks t, t + threads, ... as unsigned numbers in the order of the scores. Each warp finds
+how high its k / warps best threads reach; the lowest of these marks is reached by at least k keys, and of scores
+without an order by few more. Those candidates, if there is one at most for every thread, are ranked against each other.
+
+Where there are more (ties, or the best blocks all in one warp), the k-th largest key is searched: the largest number
+that at least k keys reach, two of its bits at a time, from the top, with one round of counts over the CTA, until
+exactly k keys reach it. Where its last bits leave more than k, the keys equal to it are ties, and a search over block
+ids, bit by bit, keeps the lowest of them. Either way the order of the list depends on the row alone.
 """
 
 import tilelang.language as T
@@ -54,16 +57,96 @@ def total_of(tx, turn, warps, numbers, sums, count):
 
 
 @T.macro
-def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_keys):
-    """The `wanted` best keys and their blocks, in the first places of the shared lists."""
+def list_best(tx, threads, per_thread, keys, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys):
+    """The `wanted` best keys and their blocks, in the first places of the shared lists.
+
+    candidate_ids and candidate_keys hold one entry for each thread, sums [2, 2 * warps].
+    """
+    mark = T.alloc_local([1], "uint32")
+    place = T.alloc_local([2], "int32")
+    rank = T.alloc_var("int32")
+    common_mark(tx, threads, per_thread, keys, wanted, sums, mark)
+    place[0] = 0
+    for j in T.unroll(per_thread):
+        if keys[j] >= mark[0]:
+            place[0] = place[0] + 1
+    places_of(tx, threads, 1, sums, place)
+    if place[1] <= threads:
+        for j in T.unroll(per_thread):
+            if keys[j] >= mark[0]:
+                candidate_ids[place[0]] = j * threads + tx
+                candidate_keys[place[0]] = keys[j]
+                place[0] = place[0] + 1
+        T.sync_threads()
+        if tx < place[1]:
+            rank = 0
+            for i in T.serial(place[1]):
+                if candidate_keys[i] > candidate_keys[tx] or (
+                    candidate_keys[i] == candidate_keys[tx] and candidate_ids[i] < candidate_ids[tx]
+                ):
+                    rank = rank + 1
+            if rank < wanted:
+                listed_ids[rank] = candidate_ids[tx]
+                listed_keys[rank] = candidate_keys[tx]
+        T.sync_threads()
+    else:
+        search(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_keys)
+
+
+@T.macro
+def common_mark(tx, threads, per_thread, keys, wanted, sums, mark):
+    """mark[0] = a number above 0 that at least `wanted` keys reach, or 1 where a warp has too few keys to tell."""
+    left = T.alloc_var("uint32")
+    left = T.uint32(0)
+    for j in T.unroll(per_thread):
+        left = T.max(left, keys[j])
+    mark[0] = T.uint32(0)
+    for _ in T.serial(T.truncdiv(wanted + threads // 32 - 1, threads // 32)):
+        mark[0] = left
+        for step in T.unroll(5):
+            mark[0] = T.max(mark[0], T.shfl_xor(mark[0], 16 >> step))
+        # Threads of equal height go together: then more of them reach the mark, never fewer.
+        if left == mark[0]:
+            left = T.uint32(0)
+    if tx % 32 == 0:
+        sums[0, tx // 32] = T.reinterpret(mark[0], "int32")
+    T.sync_threads()
+    for w in T.unroll(threads // 32):
+        mark[0] = T.min(mark[0], T.reinterpret(sums[0, w], "uint32"))
+    mark[0] = T.max(mark[0], T.uint32(1))
+
+
+@T.macro
+def places_of(tx, threads, row, sums, place):
+    """place = (the sum of place[0] over the threads before, over all); takes a barrier and a row of sums."""
+    mine = T.alloc_var("int32")
+    before = T.alloc_var("int32")
+    mine = place[0]
+    for step in T.unroll(5):
+        before = T.shfl_up(place[0], 1 << step)
+        if tx % 32 >= (1 << step):
+            place[0] = place[0] + before
+    if tx % 32 == 31:
+        sums[row, tx // 32] = place[0]
+    place[0] = place[0] - mine
+    T.sync_threads()
+    place[1] = 0
+    for w in T.unroll(threads // 32):
+        if w < tx // 32:
+            place[0] = place[0] + sums[row, w]
+        place[1] = place[1] + sums[row, w]
+
+
+@T.macro
+def search(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_keys):
+    """list_best by thresholds alone: any number of equal keys, in any place."""
     count = T.alloc_local([2], "int32")
     threshold = T.alloc_var("uint32")
     step_size = T.alloc_var("uint32")
     reached = T.alloc_var("int32")
     ties = T.alloc_var("int32")
     end_id = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    mine = T.alloc_var("int32")
+    place = T.alloc_local([2], "int32")
     bit = T.alloc_var("int32")
     turn = T.alloc_var("int32")
     threshold = T.uint32(0)
@@ -116,28 +199,16 @@ def list_best(tx, threads, per_thread, keys, wanted, sums, listed_ids, listed_ke
                 end_id = end_id | (1 << bit)
             bit = bit - 1
             turn = turn + 1
-    # How many each thread keeps, and with the sum over the threads before it, where its first one goes.
-    mine = 0
+    place[0] = 0
     for j in T.unroll(per_thread):
         if wanted > 0 and (keys[j] > threshold or (keys[j] == threshold and j * threads + tx < end_id)):
-            mine = mine + 1
-    place = mine
-    for step in T.unroll(5):
-        count[0] = T.shfl_up(place, 1 << step)
-        if tx % 32 >= (1 << step):
-            place = place + count[0]
-    if tx % 32 == 31:
-        sums[turn & 1, tx // 32] = place
-    place = place - mine
-    T.sync_threads()
-    for w in T.unroll(threads // 32 - 1):
-        if w < tx // 32:
-            place = place + sums[turn & 1, w]
+            place[0] = place[0] + 1
+    places_of(tx, threads, turn & 1, sums, place)
     for j in T.unroll(per_thread):
         if wanted > 0 and (keys[j] > threshold or (keys[j] == threshold and j * threads + tx < end_id)):
-            listed_ids[place] = j * threads + tx
-            listed_keys[place] = keys[j]
-            place = place + 1
+            listed_ids[place[0]] = j * threads + tx
+            listed_keys[place[0]] = keys[j]
+            place[0] = place[0] + 1
     T.sync_threads()
 
 

@@ -1,7 +1,7 @@
-"""Exact top-k over block scores for few rows: one CTA a row, keys in registers, the k-th largest found bit by bit.
+"""Exact top-k over block scores for few rows: one CTA a row, keys in registers.
 
-Grid: (KV head, token). The search is that of msa_tiles.dsl.tilelang.threshold; the keys stay in registers and every
-score is read once.
+Grid: (KV head, token). How the best are found is described in msa_tiles.dsl.tilelang.threshold; every score is read
+once.
 """
 
 import tilelang.language as T
@@ -52,6 +52,8 @@ def decode_topk(max_blocks: int):
     ):
         with T.Kernel(num_kv_heads, total_q, threads=THREADS) as (head, token):
             sums = T.alloc_shared([2, 2 * WARPS], "int32", scope="shared.dyn")
+            candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared.dyn")
+            candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared.dyn")
             listed_ids = T.alloc_shared([LIST], "int32", scope="shared.dyn")
             listed_keys = T.alloc_shared([LIST], "uint32", scope="shared.dyn")
             read = T.alloc_local([per_thread], "float32")
@@ -82,7 +84,9 @@ def decode_topk(max_blocks: int):
                 score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, THREADS, per_thread, valid,
                 init_blocks, local_blocks, read, keys,
             )  # fmt: skip
-            list_best(tx, THREADS, per_thread, keys, wanted, sums, listed_ids, listed_keys)
+            list_best(
+                tx, THREADS, per_thread, keys, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
+            )
             write_row(tx, k, wanted, order, listed_ids, listed_keys, out, head, token)
 
     return main

@@ -36,8 +36,8 @@ ROWS = 64
 THREADS = 256
 LIST = 64
 LN_2 = 0.6931471805599453
-# Stands for a maximum over nothing: finite, so that differences with it are no NaN.
-LOWEST = -3.0e38
+# Stands for a maximum over nothing: finite, so that differences with it, scaled, are no NaN.
+LOWEST = -1.0e30
 
 
 def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
@@ -93,6 +93,8 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
             k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
             v_free = T.alloc_barrier(arrive_count=[128] * STAGES)
             sums = T.alloc_shared([2, THREADS // 16], "int32", scope="shared")
+            candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared")
+            candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared")
             listed_ids = T.alloc_shared([LIST], "int32", scope="shared")
             listed_keys = T.alloc_shared([LIST], "uint32", scope="shared")
             request = T.alloc_local([1], "int32")
@@ -104,8 +106,9 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
             phase = T.alloc_var("int32")
             block = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            T.pdl_sync()
-            T.pdl_trigger()
+            if scored_blocks == 0:
+                T.pdl_sync()
+                T.pdl_trigger()
             limit = -1
             length = 0
             key_row = 0
@@ -121,6 +124,9 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                     key_row = cu_seqlens_k[request[0]]
             wanted = topk
             if scored_blocks > 0:
+                # Only the scores are the work of the kernel before, which began when everything else was there.
+                T.pdl_sync()
+                T.pdl_trigger()
                 read = T.alloc_local([per_thread], "float32")
                 keys = T.alloc_local([per_thread], "uint32")
                 valid = T.alloc_var("int32")
@@ -130,7 +136,9 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                     score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, THREADS, per_thread, valid,
                     init_blocks, local_blocks, read, keys,
                 )  # fmt: skip
-                list_best(tx, THREADS, per_thread, keys, wanted, sums, listed_ids, listed_keys)
+                list_best(
+                    tx, THREADS, per_thread, keys, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
+                )
                 if split == 0:
                     write_row(tx, topk, wanted, 0, listed_ids, listed_keys, block_indices, head, token)
             # Slots split * topk / splits and on: shares differ by one slot at most.

@@ -1,0 +1,116 @@
+"""Comparisons with the reference, on sampled rows; each returns None or a sentence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.bench.cases import Case
+from msa_tiles.bench.inputs import Attention, Indexer, sample_rows
+
+ROWS = 48
+ATTENTION_ROWS = 16
+DENSE_ROWS = 12
+ATTENTION_LIMIT = 2e-2
+SCORE_LIMIT = 1e-5
+"""Largest error relative to the largest value: bfloat16 outputs, and float32 sums of bfloat16 products."""
+FP8_SCORE_LIMIT = 2e-3
+"""The same of sums of e4m3 products, which tensor cores cut 13 bits below the largest: four times what that does."""
+
+
+def reference_scores(case: Case, inputs: Indexer, rows: Tensor) -> Tensor:
+    """float32 `[Hi, N, blocks]`; -inf where a row sees nothing of a block."""
+    positions = (rows + case.first_position).int()
+    return reference.index_score(inputs.idx_q[rows], inputs.idx_k, block_size=case["block_size"], q_positions=positions)
+
+
+def scores(case: Case, inputs: Indexer, found: Tensor) -> str | None:
+    """`found [Hi, T, >= blocks]` on the blocks that a row sees; peers leave the others unwritten."""
+    rows = sample_rows(case.num_q, ROWS, inputs.idx_q.device)
+    wanted = reference_scores(case, inputs, rows)
+    got = found[:, rows, : wanted.shape[-1]]
+    seen = wanted.isfinite()
+    limit = score_limit(inputs) * wanted[seen].abs().max().item()
+    error = (got - wanted)[seen].abs().max().item()
+    return None if error <= limit else f"scores are off by {error:.3g}, at most {limit:.3g} is accepted"
+
+
+def score_limit(inputs: Indexer) -> float:
+    """Largest error of a score relative to the largest score."""
+    return FP8_SCORE_LIMIT if inputs.idx_q.dtype.itemsize == 1 else SCORE_LIMIT
+
+
+def ids_by_score(
+    case: Case, scores_of_rows: Tensor, rows: Tensor, ids: Tensor, local_blocks: int, limit: float = SCORE_LIMIT
+) -> str | None:
+    """Are `ids [Hkv, T, k]` a best selection by `scores_of_rows [Hkv, N, blocks]`, the last blocks forced?
+
+    Scores closer than their own rounding error may be ranked either way; the order of ids in a row is free.
+    """
+    got = ids[:, rows].long()
+    num_blocks = scores_of_rows.shape[-1]
+    visible = (rows + case.first_position) // case["block_size"] + 1
+    wanted_count = visible.clamp_max(got.shape[-1])[None, :].expand(got.shape[:2])
+    valid = got >= 0
+    if not torch.equal(valid.sum(-1), wanted_count):
+        return "some rows do not hold min(k, visible blocks) ids"
+    if bool((got >= visible[None, :, None]).any()):
+        return "some ids lie behind the query"
+    hits = torch.zeros(*got.shape[:2], num_blocks + 1, dtype=torch.int32, device=got.device)
+    hits.scatter_add_(2, torch.where(valid, got, num_blocks), torch.ones_like(got, dtype=torch.int32))
+    hits = hits[..., :num_blocks]
+    if bool((hits > 1).any()):
+        return "some rows hold an id twice"
+    blocks = torch.arange(num_blocks, device=got.device)
+    forced = (blocks < visible[:, None]) & (blocks >= visible[:, None] - local_blocks)
+    if bool((forced & (hits == 0)).any()):
+        return "some rows lack their own block"
+    free = scores_of_rows.masked_fill(forced, float("-inf"))
+    worst_in = free.masked_fill(hits == 0, float("inf")).masked_fill(forced, float("inf")).amin(-1)
+    best_out = free.masked_fill(hits > 0, float("-inf")).amax(-1)
+    slack = 2 * limit * scores_of_rows[scores_of_rows.isfinite()].abs().max()
+    return None if bool((worst_in >= best_out - slack).all()) else "some blocks left out score higher than chosen ones"
+
+
+def selected(case: Case, inputs: Indexer, ids: Tensor) -> str | None:
+    """`ids [Hkv, T, k]` chosen from indexer inputs, with one local block."""
+    rows = sample_rows(case.num_q, ROWS, ids.device)
+    scores_of_rows = reference_scores(case, inputs, rows)
+    return ids_by_score(case, scores_of_rows, rows, ids, local_blocks=1, limit=score_limit(inputs))
+
+
+def attended(case: Case, inputs: Attention, out: Tensor) -> str | None:
+    """`out [T, Hq, D]` of attention over the selected blocks."""
+    rows = sample_rows(case.num_q, ATTENTION_ROWS, out.device)
+    wanted, _ = reference.sparse_attention(
+        inputs.q[rows].float(),
+        inputs.k,
+        inputs.v,
+        inputs.block_indices[:, rows],
+        block_size=case["block_size"],
+        q_positions=(rows + case.first_position).int(),
+    )
+    return close(out[rows], wanted)
+
+
+def dense(case: Case, inputs: Attention, out: Tensor) -> str | None:
+    """`out [T, Hq, D]` of causal attention over all keys."""
+    rows = sample_rows(case.num_q, DENSE_ROWS, out.device)
+    group = case["num_q_heads"] // case["num_kv_heads"]
+    wanted = torch.empty(len(rows), *out.shape[1:], device=out.device)
+    for i, row in enumerate(rows.tolist()):
+        end = case.first_position + row + 1
+        for h in range(case["num_kv_heads"]):
+            heads = slice(h * group, (h + 1) * group)
+            logits = inputs.q[row, heads].float() @ inputs.k[:end, h].float().T * out.shape[-1] ** -0.5
+            wanted[i, heads] = logits.softmax(-1) @ inputs.v[:end, h].float()
+    return close(out[rows], wanted)
+
+
+def close(got: Tensor, wanted: Tensor) -> str | None:
+    """`got` against float32 `wanted`, both `[N, H, D]`."""
+    # Each row by its own largest value: rows that see few keys have far larger outputs than the others.
+    scale = wanted.abs().amax(dim=(1, 2), keepdim=True)
+    error = ((got.float() - wanted).abs() / scale).max().item()
+    return None if error <= ATTENTION_LIMIT else f"outputs are off by {error:.3g} of a row's largest value"

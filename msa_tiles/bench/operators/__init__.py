@@ -1,0 +1,32 @@
+"""One module per operator: its inputs, its call, its check and its peers."""
+
+from __future__ import annotations
+
+from msa_tiles.bench.harness import Benchmark
+from msa_tiles.bench.operators import (
+    build_schedule,
+    combine,
+    decode,
+    decode_parts,
+    index_score,
+    prefill,
+    select_blocks,
+    sparse_attention,
+    topk_select,
+)
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.op: benchmark
+    for benchmark in (
+        index_score.BENCHMARK,
+        topk_select.BENCHMARK,
+        select_blocks.BENCHMARK,
+        build_schedule.BENCHMARK,
+        sparse_attention.BENCHMARK,
+        combine.BENCHMARK,
+        prefill.BENCHMARK,
+        *decode_parts.BENCHMARKS,
+        decode.BENCHMARK,
+    )
+}
+"""By operator, in the order of tables."""

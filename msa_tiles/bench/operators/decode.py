@@ -1,0 +1,295 @@
+"""A whole decode step, `msa_decode`, against vLLM's Triton kernels and dense decode on the same paged caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops, reference
+from msa_tiles.bench import checks, peers
+from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
+from msa_tiles.bench.inputs import normal
+from msa_tiles.bench.timing import Call
+from msa_tiles.spec.work import Work
+
+OP = "msa_decode"
+PARTS = ("decode_score", "sparse_decode")
+BATCHES = {
+    "decode_8k_b8": (8, 1 << 13),
+    "decode_32k_b8": (8, 1 << 15),
+    "decode_128k_b1": (1, 1 << 17),
+    "decode_128k_b8": (8, 1 << 17),
+    "decode_128k_b32": (32, 1 << 17),
+    "decode_512k_b8": (8, 1 << 19),
+    "decode_1m_b1": (1, 1 << 20),
+    "decode_1m_b8": (8, 1 << 20),
+}
+"""Requests and keys of each; those of eight requests are a sweep of the context length."""
+PAGE = 128
+SCORE_SLACK = 1e-3
+FA4_ELEMENTS = 1 << 31
+"""Elements from which on 32-bit offsets of its tensors would overflow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` requests of `keys` keys, one query each, at the M3 point."""
+
+    label: str
+    batch: int
+    keys: int
+    dims: Mapping[str, int]
+    op: str = OP
+
+    def __getitem__(self, dim: str) -> int:
+        return self.dims[dim]
+
+    @property
+    def pages(self) -> int:
+        """Pages of one request."""
+        return -(-self.keys // PAGE)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries, vLLM's caches (K beside V; index keys), and where the requests stand in them."""
+
+    q: Tensor
+    idx_q: Tensor
+    cache: Tensor
+    index_cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+
+
+def find(label: str, op: str = OP) -> Case:
+    """The case `label` at the M3 point. Raises ValueError for an unknown one."""
+    if label not in BATCHES:
+        raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(BATCHES)}")
+    batch, keys = BATCHES[label]
+    point = {"group": 16, "num_kv_heads": 4, "num_index_heads": 4, "head_dim": 128, "block_size": PAGE, "topk": 16}
+    return Case(label, batch, keys, point, op)
+
+
+def make(case: Case, device: torch.device, seed: int) -> Inputs:
+    """Random caches whose pages lie in random order."""
+    dim, heads, pages = case["head_dim"], case["num_kv_heads"], case.batch * case.pages
+    torch.manual_seed(seed)
+    table = torch.randperm(pages, device=device).to(torch.int32).view(case.batch, case.pages)
+    return Inputs(
+        normal(4 * seed, device, case.batch, heads * case["group"], dim),
+        normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim),
+        normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim),
+        normal(4 * seed + 3, device, pages, PAGE, dim),
+        table,
+        torch.full((case.batch,), case.keys, dtype=torch.int32, device=device),
+        torch.arange(case.batch + 1, dtype=torch.int32, device=device),
+    )
+
+
+def make_indexer(case: Case, device: torch.device, seed: int) -> Inputs:
+    """The same with an empty cache of keys and values, for steps that do not read it."""
+    without_cache = dataclasses.replace(case, dims={**case.dims, "num_kv_heads": 0})
+    return make(without_cache, device, seed)
+
+
+def ours(case: Case, dsl: str, x: Inputs) -> Call:
+    """The call with every buffer handed in."""
+    dim, heads, topk = case["head_dim"], case["num_kv_heads"], case["topk"]
+    k, v = x.cache.split(dim, -1)
+    out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=x.q.device)
+    ids = torch.empty(heads, case.batch, topk, dtype=torch.int32, device=x.q.device)
+    size = ops.decode_workspace_bytes(x.q, topk, heads, idx_q=x.idx_q, max_seqlen_k=case.keys)
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.q.device)
+
+    def call() -> tuple[Tensor, Tensor]:
+        ops.msa_decode(
+            x.q,
+            k,
+            v,
+            x.idx_q,
+            x.index_cache,
+            topk,
+            cu_seqlens_q=x.cu_seqlens_q,
+            page_table=x.page_table,
+            seqused_k=x.seq_lens,
+            max_seqlen_q=1,
+            max_seqlen_k=case.keys,
+            workspace=workspace,
+            out=out,
+            lse=lse,
+            block_indices=ids,
+            backend=dsl,
+        )
+        return ids, out
+
+    return call
+
+
+def vllm(case: Case) -> Contender | Skipped:
+    """Index scores, top-k and attention, three operators."""
+    module = peers.vllm_module()
+    if isinstance(module, str):
+        return Skipped("vllm", module)
+    heads, topk = case["num_kv_heads"], case["topk"]
+
+    def bind(x: Inputs) -> Call:
+        out = torch.empty_like(x.q)
+        buffer = torch.empty(case.batch, heads, topk, dtype=torch.int32, device=x.q.device).transpose(0, 1)
+
+        def call() -> tuple[Tensor, Tensor]:
+            ids = module.minimax_m3_index_decode(
+                x.idx_q, x.index_cache, x.page_table, x.seq_lens, case.keys, topk, 0, 1, heads, 1, 1, out=buffer
+            )
+            module.minimax_m3_sparse_attn_decode(
+                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, 1
+            )
+            return ids, out
+
+        return call
+
+    return Contender("vllm", bind, functools.partial(check, case))
+
+
+def fa4_dense(case: Case) -> Contender | Skipped:
+    """FlashAttention-4 over all keys, which lie in contiguous rows for it."""
+    attend = peers.flash_attention_4()
+    if isinstance(attend, str):
+        return Skipped("fa4", attend)
+    if case.batch * case.keys * case["num_kv_heads"] * case["head_dim"] >= FA4_ELEMENTS:
+        return Skipped("fa4", "the keys have 2**31 elements or more")
+
+    def bind(x: Inputs) -> Call:
+        k, v = (dense_rows(part, x.page_table) for part in x.cache.split(case["head_dim"], -1))
+
+        def call() -> Tensor:
+            result = attend(x.q[:, None], k, v, causal=False)
+            return (result[0] if isinstance(result, tuple) else result)[:, 0]
+
+        return call
+
+    return Contender("fa4", bind, functools.partial(check_dense, case))
+
+
+def dense_rows(pages: Tensor, page_table: Tensor) -> Tensor:
+    """`[B, keys, Hkv, D]` of a pool `[pages, Hkv, page, D]`."""
+    return pages.transpose(1, 2)[page_table.long()].flatten(1, 2)
+
+
+def check_dense(case: Case, x: Inputs, out: Tensor) -> str | None:
+    """The output of the first and last request against softmax over all of its keys."""
+    for b in sorted({0, case.batch - 1}):
+        k, v = (
+            dense_rows(part, x.page_table[b : b + 1])[0, : case.keys] for part in x.cache.split(case["head_dim"], -1)
+        )
+        wanted = torch.empty(1, *out.shape[1:], device=out.device)
+        for head in range(case["num_kv_heads"]):
+            heads = slice(head * case["group"], (head + 1) * case["group"])
+            logits = x.q[b, heads].float() @ k[:, head].float().T * case["head_dim"] ** -0.5
+            wanted[0, heads] = logits.softmax(-1) @ v[:, head].float()
+        wrong = checks.close(out[b : b + 1], wanted)
+        if wrong:
+            return f"request {b}: {wrong}"
+    return None
+
+
+def dense_bytes(case: Case) -> Contender:
+    """The least that dense decode can take: as many bytes as all keys and values hold, at the speed of a copy.
+
+    Half of the cache, negated into the other half, reads and writes as many bytes as reading all of it.
+    """
+
+    def bind(x: Inputs) -> Call:
+        flat = x.cache.view(-1)
+        half = flat.numel() // 2
+
+        def call() -> None:
+            torch.neg(flat[half : 2 * half], out=flat[:half])
+
+        return call
+
+    return Contender("dense_bytes", bind, lambda x, result: None)
+
+
+def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
+    """The ids of the first and last request against scores in float32, the output against attention over those ids."""
+    ids, out = result
+    k, v = x.cache.split(case["head_dim"], -1)
+    for b in {0, case.batch - 1}:
+        where: dict[str, Any] = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
+        rows = slice(b, b + 1)
+        wrong = ranked(scores_of(x, b), ids[:, b], case["topk"])
+        if wrong:
+            return f"request {b}: {wrong}"
+        wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, ids[:, rows], block_size=PAGE, **where)
+        wrong = checks.close(out[rows], wanted)
+        if wrong:
+            return f"request {b}: {wrong}"
+    return None
+
+
+def scores_of(x: Inputs, request: int) -> Tensor:
+    """float32 scores `[Hi, blocks]` of one request, by the reference."""
+    rows = slice(request, request + 1)
+    where: dict[str, Any] = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
+    return reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
+
+
+def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float = SCORE_SLACK) -> str | None:
+    """Are `ids [H, k]` distinct, with the last block among them, the others a best choice by `scores [H, blocks]`?"""
+    last = scores.shape[1] - 1
+    for head in range(len(ids)):
+        row = ids[head].long()
+        if len(set(row.tolist())) != topk or int(row.min()) < 0 or int(row.max()) > last:
+            return "ids are not distinct blocks of the request"
+        if not bool((row == last).any()):
+            return "the last block is missing"
+        free = row[row != last]
+        left = scores[head].clone()
+        left[row] = -torch.inf
+        allowed = slack * scores[head].abs().max()
+        if bool(scores[head][free].min() < left[:last].max() - allowed):
+            return "blocks left out score higher than chosen ones"
+    return None
+
+
+def score_work(case: Case) -> Work:
+    """Every index key is read once and multiplied with every index head."""
+    products = case["num_index_heads"] * case["head_dim"] * case.batch * case.keys
+    return Work(2 * products, index_bytes(case), "bfloat16")
+
+
+def attention_work(case: Case) -> Work:
+    """The selected keys and values are read once for each KV head."""
+    keys = case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
+    return Work(4 * case["group"] * keys, 4 * keys, "bfloat16")
+
+
+def index_bytes(case: Case) -> int:
+    """Bytes of the index keys."""
+    return 2 * case.batch * case.keys * case["head_dim"]
+
+
+def work(label: str, precision: str) -> list[Work]:
+    return [score_work(find(label)), attention_work(find(label))]
+
+
+def prepare(case: Case, device: torch.device, precision: str) -> Bench:
+    return Bench(
+        case=case,
+        make=functools.partial(make, case, device),
+        bytes_per_set=index_bytes(case),
+        ours=functools.partial(ours, case),
+        check=functools.partial(check, case),
+        peers=[vllm(case), fa4_dense(case), dense_bytes(case)],
+    )
+
+
+BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS)

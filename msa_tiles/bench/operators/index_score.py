@@ -1,0 +1,34 @@
+"""`index_score` against vLLM's score kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from msa_tiles import ops
+from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench.harness import Bench
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
+
+OP = "index_score"
+
+
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
+    heads, dim = case["num_index_heads"], case["head_dim"]
+
+    def ours(dsl: str, x: inputs.Indexer) -> Call:
+        return lambda: ops.index_score(x.idx_q, x.idx_k, block_size=case["block_size"], backend=dsl)
+
+    return Bench(
+        case=case,
+        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=inputs.DTYPES[precision]),
+        bytes_per_set=inputs.DTYPES[precision].itemsize * dim * (case.num_q * heads + case.num_k),
+        ours=ours,
+        check=functools.partial(checks.scores, case),
+        peers=[peers.vllm_index_score(case)],
+    )
+
+
+BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))

@@ -1,0 +1,41 @@
+"""`sparse_attention`, index building included, against vLLM's Triton kernel and against dense attention."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from msa_tiles import ops
+from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench.harness import Bench
+from msa_tiles.bench.operators._own import of_spec
+from msa_tiles.bench.timing import Call
+
+OP = "sparse_attention"
+
+
+def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
+    """FP8 keys and values, without scales, lie under queries in BF16; dense attention gets all of them in BF16."""
+    dtype = inputs.DTYPES[precision]
+
+    def ours(dsl: str, x: inputs.Attention) -> Call:
+        return lambda: ops.sparse_attention(x.q, x.k, x.v, x.block_indices, block_size=case["block_size"], backend=dsl)
+
+    return Bench(
+        case=case,
+        make=functools.partial(inputs.attention, case, device, dtype=dtype),
+        bytes_per_set=attention_bytes(case, dtype),
+        ours=ours,
+        check=functools.partial(checks.attended, case),
+        peers=[peers.vllm_attention(case), peers.fa4_dense(case), peers.cudnn_dense(case)],
+    )
+
+
+def attention_bytes(case: cases.Case, dtype: torch.dtype) -> int:
+    """Bytes of q in bfloat16, and of k and v in `dtype`."""
+    queries, keys = case.num_q * case["num_q_heads"], case.num_k * case["num_kv_heads"]
+    return case["head_dim"] * (2 * queries + 2 * dtype.itemsize * keys)
+
+
+BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))

@@ -1,0 +1,75 @@
+"""Rows of `perf/results/<card>.jsonl`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msa_tiles import paths
+
+Row = Mapping[str, Any]
+Key = tuple[str, str, str, str]
+
+FIELDS = ("op", "case", "precision", "dsl", "ms", "floor_ms", "baselines", "digest", "card", "date")
+"""Fields that every row has; others may follow."""
+
+
+def file_name(card: str) -> str:
+    """The name of a card's results, by the name CUDA gives the card."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") + ".jsonl"
+
+
+def append(path: Path, row: Row) -> None:
+    """Add one row. Raises ValueError when it lacks one of `FIELDS`."""
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        raise ValueError(f"row lacks {', '.join(missing)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, oldest first. Raises ValueError for a line that is no row."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        missing = [name for name in FIELDS if name not in row] if isinstance(row, dict) else list(FIELDS)
+        if missing:
+            raise ValueError(f"{path}:{number} is no row of results: it lacks {', '.join(missing)}")
+        yield row
+
+
+def latest(rows: Iterable[Row]) -> dict[Key, Row]:
+    """The last row of each (op, case, precision, DSL)."""
+    return {(row["op"], row["case"], row["precision"], row["dsl"]): row for row in rows}
+
+
+def digests() -> frozenset[str]:
+    """The digests of the kernels as they are now, from `generated/index.json`."""
+    index = json.loads((paths.generated_dir() / "index.json").read_text(encoding="utf-8"))
+    return frozenset(cell["digest"] for cell in index["cells"])
+
+
+def is_stale(row: Row, current: frozenset[str]) -> bool:
+    """Has a kernel that the row timed changed since? A row that names none is as good as old."""
+    timed = [digest for digest in row["digest"].split("+") if digest]
+    return not timed or not current.issuperset(timed)
+
+
+def fresh(rows: Iterable[Row], current: frozenset[str]) -> list[Row]:
+    """Those that timed the kernels as they are now; all of them where none did."""
+    rows = list(rows)
+    return [row for row in rows if not is_stale(row, current)] or rows
+
+
+def now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc)

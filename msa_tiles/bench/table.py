@@ -1,0 +1,81 @@
+"""Rows of results as a table that people read in a terminal, one line for each case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msa_tiles.bench import gates, rows
+from msa_tiles.bench.operators import BENCHMARKS
+from msa_tiles.bench.rows import Row
+from msa_tiles.spec.model import DSLS
+
+FIGURES = (*(f"{dsl} ms" for dsl in DSLS), "best peer ms", "ratio", "floor ms", "of floor")
+HEADING = ("op", "case", "prec", *FIGURES, "gate")
+STALE = "*"
+LEGEND = (
+    "ratio: the best peer's time by that of our faster DSL, in the same run; of floor: the roofline's time by ours;\n"
+    "gate: the ratio to a named peer that is aimed at, and whether it is reached"
+)
+STALE_LEGEND = f"{STALE} timed with kernels that have changed since"
+
+
+def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]]:
+    """The table, the heading first; `current` are the digests of the kernels as they are now."""
+    latest = rows.latest(results)
+    cases = dict.fromkeys((op, case, precision) for op, case, precision, _ in latest)
+    table: list[Sequence[str]] = [HEADING]
+    for op, case, precision in sorted(cases, key=_place):
+        mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
+        table.append((op, case, precision, *_figures(mine, current), _gate(op, case, precision, latest, current)))
+    return table
+
+
+def legend(table: Sequence[Sequence[str]]) -> str:
+    """What the columns mean, and the mark of stale figures where one is in the table."""
+    marked = any(cell.endswith(STALE) for line in table for cell in line)
+    return f"{LEGEND}\n{STALE_LEGEND}" if marked else LEGEND
+
+
+def _figures(mine: Mapping[str, Row], current: frozenset[str]) -> Iterable[str]:
+    for dsl in DSLS:
+        if dsl in mine:
+            yield _ms(mine[dsl]["ms"]) + (STALE if rows.is_stale(mine[dsl], current) else "")
+        else:
+            yield "-"
+    fastest = min(rows.fresh(mine.values(), current), key=lambda row: row["ms"])
+    peer = min(fastest["baselines"], key=fastest["baselines"].__getitem__, default=None)
+    if peer is None:
+        yield from ("-", "-")
+    else:
+        yield f"{_ms(fastest['baselines'][peer])} {peer}"
+        yield f"{fastest['baselines'][peer] / fastest['ms']:.2f}x"
+    floor = fastest["floor_ms"]
+    yield from ("-", "-") if floor is None else (_ms(floor), f"{100 * floor / fastest['ms']:.0f}%")
+
+
+def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], current: frozenset[str]) -> str:
+    gate = gates.of(op, case, precision)
+    if gate is None:
+        return ""
+    ratio, words = gates.best(gate, latest, current)
+    return f"{gate.ratio:g}x {words}" if ratio is None else f"{gate.ratio:g}x {words} ({ratio:.2f})"
+
+
+def _ms(value: float) -> str:
+    """At least three significant digits, down to a hundredth of a microsecond."""
+    if value >= 10:
+        return f"{value:.2f}"
+    return f"{value:.4f}" if value >= 0.01 else f"{value:.5f}"
+
+
+def _place(key: tuple[str, str, str]) -> tuple[int, int, str, str]:
+    """Operators and cases in the order in which they run; unknown ones last."""
+    op, case, precision = key
+    ops = list(BENCHMARKS)
+    labels = BENCHMARKS[op].labels if op in BENCHMARKS else ()
+    return (
+        ops.index(op) if op in ops else len(ops),
+        labels.index(case) if case in labels else len(labels),
+        case,
+        precision,
+    )

@@ -1,0 +1,618 @@
+"""KV-outer sparse attention over one query window: every KV block meets the queries that selected it.
+
+Grid: one persistent CTA per SM. A task is one KV block of one KV head with a run of the edges (query, slot) that
+selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
+work stay in L2.
+
+Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. Tasks are (row where the block begins, first
+edge, number of edges, valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid
+rows end with the request's keys.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu.tcgen05 import OperandSource, commit
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from msa_tiles.dsl.cutedsl import softmax, tcgen05, tma
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
+from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS
+from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
+from msa_tiles.dsl.cutedsl.wide_gather import WideRows
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 3  # <- tile.stages
+BLOCKS = 3  # <- tile.blocks
+RECORDS = 8  # <- tile.records
+AHEAD = 2  # <- tile.ahead
+SOFTMAX_REGISTERS = 192  # <- tile.softmax_registers
+EPILOGUE_REGISTERS = 80  # <- tile.epilogue_registers
+ISSUER_REGISTERS = 48  # <- tile.issuer_registers
+GROUP = 128  # threads of a warpgroup
+WARP = 32
+WARPS = GROUP // WARP
+SOFTMAXES = 2  # warpgroups, and tiles between their scores and their output
+EPILOGUE, ISSUERS = SOFTMAXES * WARPS, (SOFTMAXES + 1) * WARPS  # first warps of the other two warpgroups
+CLAIM, GATHER, SCORE, WEIGH = range(ISSUERS, ISSUERS + WARPS)
+THREADS = (SOFTMAXES + 2) * GROUP
+# Columns of tensor memory: room for the largest of each, so that all variants have one map.
+MEMORY = 512
+S_COLUMNS, P_COLUMNS = 128, 64
+P_FIRST = SOFTMAXES * S_COLUMNS
+O_FIRST = P_FIRST + SOFTMAXES * P_COLUMNS
+# Flags of a record, below the valid rows of its block.
+FIRST, LAST, CUT, FLAG_BITS = 1, 2, 4, 3
+
+
+def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+    """Build the kernel for one head dim, block size and number of query heads per KV head.
+
+    The kernel takes q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or
+    [pages, num_kv_heads, page, head_dim] with pages_per_block > 0 and page_table [requests, max_pages], the window's
+    schedule, and writes partial_out [window, topk, num_q_heads, head_dim] and partial_lse [window, topk, num_q_heads]
+    (natural logarithm) for every edge of the window. scale_log2 is the softmax scale times log2(e).
+
+    Returns the entry point and stand-ins for its arguments.
+    """
+    kernel = SparseAttention(head_dim, block_size, group, pages_per_block)
+    return kernel, kernel.arguments()
+
+
+class Shared(NamedTuple):
+    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+
+    queries: Any
+    blocks: Any
+    staging: Any
+    task: Any
+    records: Any
+    edges: Any
+    address: Any  # of tensor memory
+    task_wanted: Any
+    task_full: Any
+    record_full: Any
+    record_free: Any
+    q_full: Any
+    q_free: Any
+    block_full: Any
+    block_free: Any
+    s_full: Any
+    s_free: Any
+    p_full: Any
+    p_free: Any
+    o_full: Any
+    o_free: Any
+
+
+class SparseAttention:
+    """Warps
+      warpgroups 0, 1   softmax: thread i of number c turns row i of S into P, for every second tile from the c-th on
+      warpgroup 2       epilogue: thread i rounds row i of O; a warp stores the partial results of its queries, by TMA
+      warp 12           claims tasks, loads K and V
+      warp 13           gathers the query rows of every tile, by TMA, and writes the tile's record
+      warp 14           multiplies S = Q K^T; owns the tensor memory
+      warp 15           multiplies O = P V
+
+    Pipelines (name: depth, arrivals)
+      task_wanted: 1, 1 lane of the gathering warp             task_full: 1, 1 lane of the claiming warp
+      record_full: RECORDS, 1 lane of the gathering warp
+      record_free: RECORDS, 1 lane of each of its 10 readers: both multiplying warps, 4 of softmax, 4 of the epilogue
+      q_full: STAGES, 1 gathering lane + TMA bytes             q_free: STAGES, 1 commit of the S that read it
+      block_full: BLOCKS, 1 claiming lane + TMA bytes          block_free: BLOCKS, 1 commit of its task's last S or O
+      s_full: 2, 1 commit of S                                 s_free: 2, 1 lane of each of 4 softmax warps
+      p_full: 2, 1 lane of each of 4 softmax warps             p_free: 2, 1 commit of O
+      o_full: 1, 1 commit of O                                 o_free: 1, 1 lane of each epilogue warp
+
+    A record is (KV head or -1 at the end, valid rows << 3 | cut << 2 | last of its task << 1 | first of it) and the
+    tile's edges, -1 where there is none: all that its readers know of tasks. The end takes two, one for each softmax.
+    The next task is claimed when AHEAD tiles of the one before are still to be gathered: early enough for its claim to
+    be answered, late enough that no CTA hoards work.
+
+    Shared memory, tiles swizzled by 128 bytes
+      queries [STAGES, 128, head_dim] and staging [128, head_dim], laid out as msa_tiles.dsl.cutedsl.wide_gather says
+      blocks [BLOCKS, block_size, head_dim], in panels of 64 columns: K and V of a task, K and V of the next
+      task [4]      records [RECORDS, 2]      edges [RECORDS, queries of a tile]      barriers      an address
+    Tensor memory, 128 lanes, by columns
+      S [2, 128] float32      P [2, 64] pairs of elements      O [128] float32
+
+    A softmax warp reads its rows of S whole and gives S back, so that the tile after next is multiplied meanwhile. P is
+    normalised before it is rounded: what O holds is the partial result. Rows of a tile that belong to no edge hold
+    stale data and are never stored. Between tensor memory and TMA an epilogue warp has the same 32 rows, so what it
+    stages needs no barrier with other warps.
+    """
+
+    def __init__(self, head_dim, block_size, group, pages_per_block):
+        self.element = ELEMENTS[ELEMENT]
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.group = group
+        self.rows = WideRows(self.element, head_dim, group)
+        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
+        self.queries = self.rows.tokens
+
+    def arguments(self):
+        """Stand-ins for cute.compile: 10 tensors, 3 scalars and the stream."""
+        total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        windows, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+        def tensor(element, *shape, align=None):
+            # The strides of what may be large are 64-bit, whatever the lengths.
+            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+            return make_fake_tensor(element, shape, strides, assumed_align=align)
+
+        def keys():
+            shape = (cute.sym_int(), kv_heads, self.head_dim)
+            if self.blocks.pages_per_block:
+                shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
+            return tensor(self.element, *shape, align=tma.BYTES)
+
+        return (
+            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            keys(),
+            keys(),
+            tensor(Int32, cute.sym_int(), cute.sym_int()),
+            tensor(Int32, windows, kv_heads, cute.sym_int()),
+            tensor(Int32, windows, kv_heads, cute.sym_int(), 4),
+            tensor(Int32, windows, kv_heads),
+            tensor(Int32, windows),
+            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(Float32, window, topk, q_heads),
+            Float32(0.0),
+            Int32(0),
+            Int32(0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, page_table: cute.Tensor, edges: cute.Tensor,
+        tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, partial_out: cute.Tensor,
+        partial_lse: cute.Tensor, scale_log2: Float32, window_index: Int32, num_ctas: Int32, stream,
+    ):  # fmt: skip
+        """Launch. The schedule and the partial results are contiguous; with flat keys any table will do."""
+        k_atom, mK = self.blocks.described(k)
+        v_atom, mV = self.blocks.described(v)
+        q_atom, mQ = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), self.rows.described(q))
+        # [window * topk, heads, dim]: TMA has no dimension to spare for the slots.
+        window, topk, heads, dim = partial_out.shape
+        flat = cute.make_layout((window * topk, heads, dim), stride=(Int64(heads) * dim, dim, 1))
+        partials = self.rows.described(cute.make_tensor(partial_out.iterator, flat))
+        out_atom, mO = self.rows.atom(cpasync.CopyBulkTensorTileS2GOp(), partials)
+        self.kernel(
+            q_atom, mQ, k_atom, mK, v_atom, mV, out_atom, mO, page_table, edges, tasks, counts, claims, partial_lse,
+            scale_log2, window_index, Int32(window),
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
+        mV: cute.Tensor, out_atom: cute.CopyAtom, mO: cute.Tensor, page_table: cute.Tensor, edges: cute.Tensor,
+        tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, partial_lse: cute.Tensor, scale_log2: Float32,
+        window_index: Int32, window: Int32,
+    ):  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        score = tcgen05.product(self.element, self.block_size, OperandMajorMode.K, OperandSource.SMEM)
+        weigh = tcgen05.product(self.element, self.head_dim, OperandMajorMode.MN, OperandSource.TMEM)
+        shared = self.allocate(SmemAllocator(), score, warp)
+        if warp < EPILOGUE:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            self.normalise(shared, partial_lse, scale_log2, warp)
+        elif warp < ISSUERS:
+            cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
+            self.store(out_atom, mO, shared, Int32(partial_lse.shape[1]), warp - EPILOGUE)
+        else:
+            cute.arch.setmaxregister_decrease(ISSUER_REGISTERS)
+            if warp == CLAIM:
+                self.claim(k_atom, mK, v_atom, mV, shared, page_table, tasks, counts, claims, window_index)
+            elif warp == GATHER:
+                self.gather(q_atom, mQ, shared, edges, window_index, window_index * window)
+            elif warp == SCORE:
+                self.score(score, shared)
+            else:
+                self.weigh(weigh, shared)
+        # Whoever saw the last tile of all leaves with nothing under way in tensor memory.
+        fence_before_sync()
+        cute.arch.sync_threads()
+        if warp == SCORE:
+            fence_after_sync()
+            cute.arch.dealloc_tmem(self.memory(shared), MEMORY)
+
+    @cute.jit
+    def allocate(self, memory: SmemAllocator, score, warp: Int32):
+        """Shared and tensor memory, with barriers ready for use on return."""
+        q_layout = tcgen05.left_layout(score, self.element, self.head_dim, STAGES)
+        o_layout = tcgen05.left_layout(score, self.element, self.head_dim, 1)
+        b_layout = tcgen05.right_layout(
+            score, self.element, OperandMajorMode.K, self.block_size, self.head_dim, BLOCKS
+        )  # fmt: skip
+        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
+        blocks = memory.allocate_tensor(self.element, b_layout.outer, 1024, b_layout.inner)
+        staging = memory.allocate_tensor(self.element, o_layout.outer, 1024, o_layout.inner)
+        task = memory.allocate_tensor(Int32, cute.make_layout(4), 16)
+        records = memory.allocate_tensor(Int32, cute.make_layout((RECORDS, 2), stride=(2, 1)), 16)
+        edges = memory.allocate_tensor(Int32, cute.make_layout((RECORDS, self.queries), stride=(self.queries, 1)), 16)
+        # Depth and arrivals of each kind, in the order of Shared.
+        kinds = (
+            (1, 1), (1, 1), (RECORDS, 1), (RECORDS, 2 + 2 * WARPS), (STAGES, 1), (STAGES, 1), (BLOCKS, 1), (BLOCKS, 1),
+            (SOFTMAXES, 1), (SOFTMAXES, WARPS), (SOFTMAXES, WARPS), (SOFTMAXES, 1), (1, 1), (1, WARPS),
+        )  # fmt: skip
+        barriers = memory.allocate_array(Int64, sum(depth for depth, _ in kinds))
+        address = memory.allocate_array(Int32, 1)
+        starts = [sum(depth for depth, _ in kinds[:i]) for i in range(len(kinds))]
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(len(kinds)):
+                for j in cutlass.range_constexpr(kinds[i][0]):
+                    cute.arch.mbarrier_init(barriers + starts[i] + j, kinds[i][1])
+            cute.arch.mbarrier_init_fence()
+        if warp == SCORE:
+            cute.arch.alloc_tmem(MEMORY, address)
+            cute.arch.relinquish_tmem_alloc_permit()
+            fence_before_sync()
+        cute.arch.sync_threads()
+        fence_after_sync()
+        return Shared(queries, blocks, staging, task, records, edges, address, *(barriers + start for start in starts))
+
+    def memory(self, shared: Shared):
+        """The first column of tensor memory; read by who needs it, so that the others keep no register for it."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, shared.address)
+
+    @cute.jit
+    def advance(self, place: Int32, phase: Int32, depth: cutlass.Constexpr) -> tuple[Int32, Int32]:
+        """The next place of a ring and its phase."""
+        place = place + 1
+        if place == depth:
+            place = Int32(0)
+            phase = phase ^ 1
+        return place, phase
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """One arrival for the whole warp."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def claim(
+        self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor, shared: Shared,
+        page_table: cute.Tensor, tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, window_index: Int32,
+    ):  # fmt: skip
+        """The claiming warp: one task after the other, its entry, then its keys and values."""
+        lane = cute.arch.lane_idx()
+        heads = Int32(counts.shape[1])
+        boxes = tma.boxes(shared.blocks, self.blocks.box_rows, self.block_size, self.head_dim, BLOCKS)
+        cpasync.prefetch_descriptor(k_atom)
+        cpasync.prefetch_descriptor(v_atom)
+        # Claims only grow, so the head of the last one is where the search for the next one begins.
+        head = Int32(0)
+        passed = Int32(0)
+        count = counts[window_index, 0]
+        place = Int32(0)
+        phase = Int32(1)
+        wanted = Int32(1)
+        running = Int32(1)
+        while running > 0:
+            cute.arch.mbarrier_wait(shared.task_wanted, wanted)
+            wanted = wanted ^ 1
+            claim = Int32(0)
+            if lane == 0:
+                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
+            claim = cute.arch.shuffle_sync(claim, 0)
+            while (head < heads) & (claim - passed >= count):
+                passed = passed + count
+                head = head + 1
+                count = Int32(0)
+                if head < heads:
+                    count = counts[window_index, head]
+            if head < heads:
+                task = tasks[window_index, head, claim - passed, None]
+                row = task[0]
+                if lane == 0:
+                    shared.task[0] = task[1]
+                    shared.task[1] = task[2]
+                    shared.task[2] = head
+                    shared.task[3] = task[3]
+                self.arrive(shared.task_full)
+                pages = self.blocks.pages(page_table, row)
+                cute.arch.mbarrier_wait(shared.block_free + place, phase)
+                target = boxes[None, None, None, None, place]
+                self.blocks.load(k_atom, mK, row, pages, head, target, shared.block_full + place)
+                place, phase = self.advance(place, phase, BLOCKS)
+                cute.arch.mbarrier_wait(shared.block_free + place, phase)
+                target = boxes[None, None, None, None, place]
+                self.blocks.load(v_atom, mV, row, pages, head, target, shared.block_full + place)
+                place, phase = self.advance(place, phase, BLOCKS)
+            else:
+                running = Int32(0)
+                if lane == 0:
+                    shared.task[1] = Int32(-1)
+                self.arrive(shared.task_full)
+
+    @cute.jit
+    def gather(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, shared: Shared, edges: cute.Tensor, window_index: Int32,
+        first_token: Int32,
+    ):  # fmt: skip
+        """The gathering warp: record and query rows of every tile of each task, as fast as the rings take them."""
+        lane = cute.arch.lane_idx()
+        cpasync.prefetch_descriptor(q_atom)
+        boxes = self.rows.boxes(shared.queries, STAGES)
+        slot = Int32(0)
+        phase = Int32(1)
+        record = Int32(0)
+        record_phase = Int32(1)
+        full = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            cute.arch.mbarrier_wait(shared.task_full, full)
+            full = full ^ 1
+            # Known to be uniform, so that no copy below is guarded against lanes that have parted.
+            first_edge, num, head, extent = (cute.arch.make_warp_uniform(shared.task[i]) for i in range(4))
+            # The entry is the next task's as soon as lane 0 asks for it.
+            cute.arch.sync_warp()
+            if num < 0:
+                running = Int32(0)
+            else:
+                of_head = edges[window_index, head, None]
+                tiles = self.tiles_of(num)
+                # Lane i holds the edge of the tile's i-th query, or -1; it is read one tile ahead of need.
+                mine = lane
+                edge = Int32(-1)
+                if (lane < self.queries) & (mine < num):
+                    edge = of_head[first_edge + mine]
+                for tile in cutlass.range(tiles, unroll=1):
+                    if (lane == 0) & (tile == cutlass.max(tiles - AHEAD, 0)):
+                        cute.arch.mbarrier_arrive(shared.task_wanted)
+                    current = edge
+                    queries = cutlass.min(num - tile * self.queries, self.queries)
+                    mine = mine + self.queries
+                    edge = Int32(-1)
+                    if (lane < self.queries) & (mine < num):
+                        edge = of_head[first_edge + mine]
+                    cute.arch.mbarrier_wait(shared.record_free + record, record_phase)
+                    if lane < self.queries:
+                        shared.edges[record, lane] = current
+                    if lane == 0:
+                        shared.records[record, 0] = head
+                        shared.records[record, 1] = self.flags_of(extent, tile, tiles)
+                    self.arrive(shared.record_full + record)
+                    record, record_phase = self.advance(record, record_phase, RECORDS)
+                    cute.arch.mbarrier_wait(shared.q_free + slot, phase)
+                    full_slot = shared.q_full + slot
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(full_slot, queries * self.rows.token_bytes)
+                    # No lane may load before the barrier knows how much will come.
+                    cute.arch.sync_warp()
+                    for r in cutlass.range_constexpr(self.queries):
+                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
+                        if r < queries:
+                            target = boxes[None, None, None, None, None, r, slot]
+                            self.rows.load(q_atom, mQ, token, head, target, full_slot)
+                    slot, phase = self.advance(slot, phase, STAGES)
+        for _ in cutlass.range_constexpr(SOFTMAXES):
+            cute.arch.mbarrier_wait(shared.record_free + record, record_phase)
+            if lane == 0:
+                shared.records[record, 0] = Int32(-1)
+            self.arrive(shared.record_full + record)
+            record, record_phase = self.advance(record, record_phase, RECORDS)
+
+    def tiles_of(self, num):
+        """How many tiles a task of `num` edges has."""
+        return (num + self.queries - 1) // self.queries
+
+    def flags_of(self, extent, tile, tiles):
+        """The second word of a record, for one of the `tiles` tiles of a task; extent is the task's."""
+        return (extent << 2) + cutlass.min(tile + 1, 2) % 2 * FIRST + cutlass.max(tile + 2 - tiles, 0) * LAST
+
+    @cute.jit
+    def read_record(self, shared: Shared, record: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The two words of a record, once it is there; whoever calls it gives the record back when done with it."""
+        cute.arch.mbarrier_wait(shared.record_full + record, phase)
+        head = cute.arch.make_warp_uniform(shared.records[record, 0])
+        flags = cute.arch.make_warp_uniform(shared.records[record, 1])
+        return head, flags
+
+    @cute.jit
+    def score(self, score, shared: Shared):
+        """The warp that multiplies queries and keys."""
+        memory = self.memory(shared)
+        queries = score[0].make_fragment_A(shared.queries)
+        keys = score[0].make_fragment_B(shared.blocks)
+        record = Int32(0)
+        record_phase = Int32(0)
+        slot = Int32(0)
+        phase = Int32(0)
+        block = Int32(0)
+        block_phase = Int32(0)
+        place = Int32(0)
+        free_phase = Int32(1)
+        running = Int32(1)
+        while running > 0:
+            head, flags = self.read_record(shared, record, record_phase)
+            self.arrive(shared.record_free + record)
+            record, record_phase = self.advance(record, record_phase, RECORDS)
+            if head < 0:
+                running = Int32(0)
+            else:
+                if (flags & FIRST) != 0:
+                    cute.arch.mbarrier_wait(shared.block_full + block, block_phase)
+                cute.arch.mbarrier_wait(shared.q_full + slot, phase)
+                cute.arch.mbarrier_wait(shared.s_free + place, free_phase)
+                fence_after_sync()
+                into = tcgen05.accumulator(score, self.block_size, memory + place * S_COLUMNS)
+                tcgen05.multiply(score, into, queries[None, None, None, slot], keys[None, None, None, block])
+                with cute.arch.elect_one():
+                    commit(shared.q_free + slot)
+                    if (flags & LAST) != 0:
+                        commit(shared.block_free + block)
+                    # Last, so that whoever has seen the last product leaves with nothing under way.
+                    commit(shared.s_full + place)
+                if (flags & LAST) != 0:
+                    # Past the task's values.
+                    for _ in cutlass.range_constexpr(2):
+                        block, block_phase = self.advance(block, block_phase, BLOCKS)
+                slot, phase = self.advance(slot, phase, STAGES)
+                place, free_phase = self.advance(place, free_phase, SOFTMAXES)
+
+    @cute.jit
+    def weigh(self, weigh, shared: Shared):
+        """The warp that multiplies probabilities and values."""
+        memory = self.memory(shared)
+        lane = cute.arch.lane_idx()
+        layout = tcgen05.right_layout(
+            weigh, self.element, OperandMajorMode.MN, self.head_dim, self.block_size, BLOCKS
+        )  # fmt: skip
+        values = weigh[0].make_fragment_B(cute.make_tensor(shared.blocks.iterator, layout.outer))
+        into = tcgen05.accumulator(weigh, self.head_dim, memory + O_FIRST)
+        record = Int32(0)
+        record_phase = Int32(0)
+        # The values of a task come behind its keys.
+        block, block_phase = self.advance(Int32(0), Int32(0), BLOCKS)
+        place = Int32(0)
+        full_phase = Int32(0)
+        free_phase = Int32(1)
+        running = Int32(1)
+        while running > 0:
+            head, flags = self.read_record(shared, record, record_phase)
+            self.arrive(shared.record_free + record)
+            record, record_phase = self.advance(record, record_phase, RECORDS)
+            if head < 0:
+                running = Int32(0)
+            else:
+                if (flags & FIRST) != 0:
+                    cute.arch.mbarrier_wait(shared.block_full + block, block_phase)
+                    valid = flags >> FLAG_BITS
+                    if valid < self.block_size:
+                        self.blocks.clear_rows(shared.blocks[None, None, None, block], valid, lane, WARP)
+                        cute.arch.sync_warp()
+                cute.arch.mbarrier_wait(shared.p_full + place, full_phase)
+                cute.arch.mbarrier_wait(shared.o_free, free_phase)
+                fence_after_sync()
+                left = tcgen05.left_operand(
+                    weigh, self.element, self.block_size, memory + (P_FIRST + place * P_COLUMNS)
+                )  # fmt: skip
+                tcgen05.multiply(weigh, into, left, values[None, None, None, block])
+                with cute.arch.elect_one():
+                    commit(shared.p_free + place)
+                    if (flags & LAST) != 0:
+                        commit(shared.block_free + block)
+                    # Last, as above.
+                    commit(shared.o_full)
+                if (flags & LAST) != 0:
+                    for _ in cutlass.range_constexpr(2):
+                        block, block_phase = self.advance(block, block_phase, BLOCKS)
+                place, full_phase = self.advance(place, full_phase, SOFTMAXES)
+                free_phase = free_phase ^ 1
+
+    @cute.jit
+    def normalise(self, shared: Shared, partial_lse: cute.Tensor, scale_log2: Float32, warp: Int32):
+        """A warp of a softmax warpgroup; its number is the place of its tiles in S and in P."""
+        memory = self.memory(shared)
+        lane = cute.arch.lane_idx()
+        place = warp // WARPS
+        thread = warp % WARPS * WARP + lane
+        query = thread // self.rows.rows_per_token
+        row = thread % self.rows.rows_per_token
+        scores = cute.make_rmem_tensor(self.block_size, Float32)
+        probabilities = cute.make_rmem_tensor(COLUMNS, self.element)
+        record = place
+        record_phase = Int32(0)
+        phase = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            head, flags = self.read_record(shared, record, record_phase)
+            edge = shared.edges[record, query]
+            self.arrive(shared.record_free + record)
+            for _ in cutlass.range_constexpr(SOFTMAXES):
+                record, record_phase = self.advance(record, record_phase, RECORDS)
+            if head < 0:
+                running = Int32(0)
+            else:
+                cute.arch.mbarrier_wait(shared.s_full + place, phase)
+                fence_after_sync()
+                # The read stands in both branches, or the compiler would make the mask's instructions conditional and
+                # issue them for every tile.
+                if (flags & CUT) != 0:
+                    tcgen05.read(memory + place * S_COLUMNS, thread, scores)
+                    cute.arch.fence_view_async_tmem_load()
+                    hide(scores, edge & 127)
+                else:
+                    tcgen05.read(memory + place * S_COLUMNS, thread, scores)
+                    cute.arch.fence_view_async_tmem_load()
+                fence_before_sync()
+                self.arrive(shared.s_free + place)
+                largest, total = exponentials(scores, scale_log2)
+                inverse = cute.arch.rcp_approx(total)
+                cute.arch.mbarrier_wait(shared.p_free + place, phase ^ 1)
+                fence_after_sync()
+                for step in cutlass.range_constexpr(self.block_size // COLUMNS):
+                    scaled(scores, step * COLUMNS, inverse, probabilities)
+                    columns = P_FIRST + place * P_COLUMNS + step * COLUMNS // 2
+                    tcgen05.write(probabilities, memory + columns, thread)
+                cute.arch.fence_view_async_tmem_store()
+                fence_before_sync()
+                self.arrive(shared.p_full + place)
+                if (edge >= 0) & (row < self.group):
+                    lse = softmax.log_sum(largest, total, scale_log2)
+                    partial_lse[edge >> 13, (edge >> 7) & 63, head * self.group + row] = lse
+                phase = phase ^ 1
+
+    @cute.jit
+    def store(self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, topk: Int32, member: Int32):
+        """A warp of the epilogue."""
+        memory = self.memory(shared)
+        cpasync.prefetch_descriptor(out_atom)
+        thread = member * WARP + cute.arch.lane_idx()
+        of_warp = WARP // self.rows.rows_per_token
+        boxes = self.rows.boxes(shared.staging, 1)
+        exact = cute.make_rmem_tensor(COLUMNS, Float32)
+        rounded = cute.make_rmem_tensor(COLUMNS, self.element)
+        steps = self.head_dim // COLUMNS
+        record = Int32(0)
+        record_phase = Int32(0)
+        phase = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            head, _ = self.read_record(shared, record, record_phase)
+            edges = [shared.edges[record, member * of_warp + r] for r in range(of_warp)]
+            self.arrive(shared.record_free + record)
+            record, record_phase = self.advance(record, record_phase, RECORDS)
+            if head < 0:
+                running = Int32(0)
+            else:
+                # The rows staged last have been read once this returns.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                cute.arch.mbarrier_wait(shared.o_full, phase)
+                phase = phase ^ 1
+                fence_after_sync()
+                for step in cutlass.range_constexpr(steps):
+                    tcgen05.read(memory + (O_FIRST + step * COLUMNS), thread, exact)
+                    cute.arch.fence_view_async_tmem_load()
+                    if cutlass.const_expr(step == steps - 1):
+                        fence_before_sync()
+                        self.arrive(shared.o_free)
+                    rounded.store(exact.load().to(self.element))
+                    self.rows.stage(rounded, shared.staging.iterator, thread, step * COLUMNS)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                for r in cutlass.range_constexpr(of_warp):
+                    if edges[r] >= 0:
+                        source = boxes[None, None, None, None, None, member * of_warp + r, 0]
+                        partial = (edges[r] >> 13) * topk + ((edges[r] >> 7) & 63)
+                        self.rows.store(out_atom, source, mO, partial, head)
+                cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

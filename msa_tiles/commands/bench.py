@@ -1,0 +1,193 @@
+"""`msa-tiles bench`: time operators against their peers on this GPU, and show the figures as a table and as charts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msa_tiles import console
+
+if TYPE_CHECKING:
+    from msa_tiles.bench.rows import Row
+    from msa_tiles.bench.session import Job
+
+OUT = Path("msa_bench")
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="time operators against their peers, as a table and charts",
+        description="Checks our kernels and every installed peer against the reference, times them one after the other "
+        "in both orders, and prints a table. Names may be separated by spaces or commas.",
+    )
+    many: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "type": _names}
+    parser.add_argument("ops", nargs="*", default=[], type=_names, metavar="OP", help="operators (default: all)")
+    parser.add_argument(
+        "--cases", **many, metavar="CASE", help="only these cases, such as prefill_32k_u (default: all)"
+    )
+    parser.add_argument("--precision", **many, metavar="NAME", help="only these precisions (default: all)")
+    parser.add_argument("--backend", **many, metavar="DSL", help="only the kernels of these DSLs (default: all)")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        action="extend",
+        type=_names,
+        metavar="NAME",
+        help="only these peers; none without a name (default: all that are installed)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="sustained run of each contender in each order (default 1)"
+    )
+    parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"JSON lines to append rows to (default {OUT}/<card>.jsonl)"
+    )
+    parser.add_argument("--charts", type=Path, metavar="DIR", help="draw charts of the rows there, as PNG and SVG")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="time nothing: show the rows of earlier runs; needs no GPU",
+    )
+    parser.add_argument(
+        "--gates", action="store_true", help="compare with the ratios aimed at, and fail when one is not reached"
+    )
+    parser.set_defaults(func=run)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def run(args: argparse.Namespace) -> int:
+    from msa_tiles.bench import charts, session
+
+    args.ops, args.cases, args.precision, args.backend = map(
+        _flat, (args.ops, args.cases, args.precision, args.backend)
+    )
+    jobs = session.plan(args.ops, args.cases, args.precision)
+    if args.charts is not None and not charts.available():
+        console.complain("msa-tiles bench: --charts needs matplotlib: pip install 'msa-tiles[demo]'")
+        return 2
+    if args.files:
+        results = _recorded(args.files, jobs, args)
+        failures: list[str] = []
+        if not results:
+            console.complain(f"msa-tiles bench: --from: no such rows in {', '.join(map(str, args.files))}")
+            return 2
+    else:
+        timed = _timed(jobs, args)
+        if timed is None:
+            return 2
+        results, failures = timed
+    met = _show(results, args)
+    for failure in failures:
+        console.complain(failure)
+    return 1 if failures or not met else 0
+
+
+def _flat(lists: Iterable[Sequence[str]] | None) -> list[str]:
+    return [name for names in lists or () for name in names]
+
+
+def _recorded(files: Sequence[Path], jobs: Sequence[Job], args: argparse.Namespace) -> list[Row]:
+    """The rows of the files; only those asked for, where something was asked for."""
+    from msa_tiles.bench import rows
+
+    found: list[Row] = [row for file in files for row in rows.read(file)]
+    if args.ops or args.cases or args.precision:
+        wanted = {(job.benchmark.op, job.label, job.precision) for job in jobs}
+        found = [row for row in found if (row["op"], row["case"], row["precision"]) in wanted]
+    return [row for row in found if not args.backend or row["dsl"] in args.backend]
+
+
+def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], list[str]] | None:
+    """The rows of a run on the GPU present, written to a file as they come, and what failed; None for a bad call."""
+    import torch
+
+    from msa_tiles.bench import rows, session
+    from msa_tiles.runtime import toolchain
+    from msa_tiles.runtime.facts import device_facts
+    from msa_tiles.runtime.registry import default_registry
+    from msa_tiles.spec.model import DSLS
+
+    for option, given, known in (
+        ("--backend", args.backend, DSLS),
+        ("--peers", peers := _flat(args.peers), session.PEERS),
+    ):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{option} {name} is unknown, wanted one of {', '.join(known)}")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
+    if not torch.cuda.is_available():
+        console.complain(
+            "msa-tiles bench: there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs"
+        )
+        return None
+    dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)
+    for dsl, reason in ((dsl, toolchain.missing(dsl)) for dsl in dsls):
+        if reason is not None:
+            console.complain(f"{dsl} is left out: {reason}")
+    dsls = tuple(dsl for dsl in dsls if toolchain.missing(dsl) is None)
+    if not dsls:
+        return None
+    registry = default_registry()
+    device = torch.device(args.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    facts = device_facts(device, registry.targets.values())
+    path = OUT / rows.file_name(facts.name) if args.out is None else args.out
+    settings = session.Settings(dsls, None if args.peers is None else tuple(peers), args.seconds)
+    console.note(f"{len(jobs)} cases on {facts}; rows go to {path}")
+    results: list[Row] = []
+    failures: list[str] = []
+    outcomes = session.run(jobs, settings, device, facts, registry, console.note)
+    try:
+        for done, _ in zip(outcomes, console.progress(len(jobs), "cases"), strict=True):
+            for row in done.rows:
+                rows.append(path, row)
+            results += done.rows
+            failures += done.failures
+    except session.DeviceLost as error:
+        failures.append(str(error))
+    return results, failures
+
+
+def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
+    """Print the table, draw what is asked for; whether the gates are met, if that is asked for."""
+    from msa_tiles.bench import charts, gates, rows, table
+
+    latest, current = rows.latest(results), rows.digests()
+    if results:
+        for card, dates in _cards(latest.values()).items():
+            console.say(f"{card}, {dates}")
+        lines = table.lines(results, current)
+        console.table(lines)
+        console.say(table.legend(lines))
+    if args.charts is not None and results:
+        drawn = charts.draw(list(results), args.charts)
+        for path in drawn:
+            console.say(f"wrote {path}")
+        if not drawn:
+            console.complain(
+                "no chart: it takes prefill or msa_decode rows of several lengths, or rows with a roofline"
+            )
+    if not args.gates:
+        return True
+    console.table(gates.report(latest, current))
+    return gates.all_met(latest, current)
+
+
+def _cards(results: Iterable[Row]) -> dict[str, str]:
+    """Each card and the days of its rows."""
+    days: dict[str, set[str]] = {}
+    for row in results:
+        days.setdefault(row["card"], set()).add(row["date"])
+    return {card: min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}" for card, dates in days.items()}

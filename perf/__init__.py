@@ -1,1 +1,0 @@
-"""Benchmarks: one module per operator, `python -m perf.bench_<operator> --cases <case> …`."""

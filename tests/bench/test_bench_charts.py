@@ -1,0 +1,153 @@
+"""Charts of invented rows: what they show, and that the same rows give the same bytes."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree
+
+import pytest
+from invented import DAY, H100, everything, row
+
+from msa_tiles.bench import cases, charts, labels, rows
+from msa_tiles.bench.charts import LAST, WHOLE
+
+pytest.importorskip("matplotlib")
+NOW = rows.digests()
+K = 1024
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("charts")
+    return charts.draw(everything(), folder)
+
+
+def test_each_chart_is_a_png_and_an_svg(drawn):
+    assert [path.name for path in drawn] == [
+        f"{name}.{kind}" for name in ("speed_up", "speed_up_fp8", "roofline") for kind in ("png", "svg")
+    ]
+    for path in drawn:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG\r\n")
+        else:
+            assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_the_same_rows_give_the_same_bytes(drawn, tmp_path):
+    again = charts.draw(everything(), tmp_path)
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in drawn]
+    slower = charts.draw([result | {"ms": result["ms"] * 2} for result in everything()], tmp_path)
+    assert all(one.read_bytes() != other.read_bytes() for one, other in zip(slower, drawn, strict=True))
+
+
+def test_other_settings_of_matplotlib_change_nothing(drawn, tmp_path):
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "axes.facecolor": "red"}):
+        again = charts.draw(everything(), tmp_path)
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in drawn]
+
+
+def test_speed_ups_are_of_the_faster_dsl_in_order_of_context():
+    latest = rows.latest(everything())
+    lines = charts.speed_ups(latest, "prefill", "bf16", NOW)
+    assert set(lines) == {(kind, peer) for kind in (WHOLE, LAST) for peer in ("dense", "vllm")}
+    whole = lines[WHOLE, "dense"]
+    assert [point.context for point in whole] == [8 * K, 32 * K, 128 * K]
+    assert [point.context for point in lines[LAST, "vllm"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
+    assert all(point.ratio == pytest.approx(30 / 1.6) and point.peer == "fa4" for point in whole)
+    decode = charts.speed_ups(latest, "msa_decode", "bf16", NOW)
+    assert [point.context for point in decode["", "dense"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
+    assert {point.peer for point in decode["", "dense"]} == {"dense_bytes"}
+
+
+def test_the_fastest_dense_attention_is_the_peer():
+    one = row("msa_decode", "decode_8k_b8", ms=1.0, baselines={"fa4": 3.0, "dense_bytes": 4.0})
+    [point] = charts.speed_ups(rows.latest([one]), "msa_decode", "bf16", NOW)["", "dense"]
+    assert (point.ratio, point.peer) == (3.0, "fa4")
+
+
+def test_points_of_the_roofline_are_work_by_time():
+    latest = rows.latest(everything())
+    points = {(p.op, p.row["dsl"], p.row["precision"]): p for p in charts.roofline_points(latest)}
+    point = points["select_blocks", "tilelang", "bf16"]
+    keys = 131072 * 131073 / 2
+    flops, moved = 2 * 4 * 128 * keys, 2 * 131072 * 5 * 128 + 4 * 4 * 131072 * 16
+    assert point.row["case"] == "prefill_128k_u"
+    assert point.intensity == pytest.approx(flops / moved)
+    assert point.tflops == pytest.approx(989.4 / 2, rel=1e-6)
+    assert point.share(cases.device_of(H100)) == pytest.approx(0.5)
+    assert points["select_blocks", "cutedsl", "fp8"].tflops == pytest.approx(1978.9 / 1.6, rel=1e-6)
+    ops = {op for op, _, _ in points}
+    assert "build_schedule" not in ops, "it multiplies nothing"
+    assert not ops & {"prefill", "msa_decode"}, "several kernels have several rooflines"
+    assert {"combine", "topk_select", "decode_score", "decode_topk", "sparse_decode", "sparse_attention"} <= ops
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Every text of the figures, in place of files."""
+    texts: list[str] = []
+
+    def collect(figure, stem):
+        from matplotlib.text import Text
+
+        texts.extend(text.get_text() for text in figure.findobj(Text))
+        return []
+
+    monkeypatch.setattr(charts, "_save", collect)
+    return texts
+
+
+def test_card_day_axes_and_peers_are_named(written, tmp_path):
+    charts.draw(everything(), tmp_path)
+    whole = "\n".join(written)
+    for words in (H100, DAY, "context length, tokens", "achieved TFLOPS", "operations per byte", "FlashAttention-4"):
+        assert words in whole
+    assert "BF16, 989 TFLOPS" in written and "memory, 3.35 TB/s" in written
+    assert "select_blocks  62%" in written and "select_blocks FP8  62%" in written
+    assert "have changed since" not in whole
+
+
+def test_stale_figures_are_told(written, tmp_path):
+    results = everything()
+    for result in results:
+        if (result["op"], result["case"]) == ("msa_decode", "decode_1m_b1"):
+            result["digest"] = "old"
+    charts.draw(results, tmp_path)
+    assert not any("have changed since" in text for text in written), "no chart shows that case"
+    for result in results:
+        if (result["op"], result["case"]) == ("msa_decode", "decode_1m_b8"):
+            result["digest"] = "old"
+    charts.draw(results, tmp_path)
+    assert sum("some kernels have changed since" in text for text in written) == 1
+
+
+def test_names_do_not_cover_each_other(monkeypatch, tmp_path):
+    """The names of the operators and the ratios at the ends of lines."""
+    boxes = []
+    place = labels.place
+
+    def placed(figure, axis, words, at, taken, **style):
+        before = list(taken)
+        place(figure, axis, words, at, taken, **style)
+        boxes.append((words, taken[-1], before))
+
+    monkeypatch.setattr(labels, "place", placed)
+    charts.draw(everything(), tmp_path)
+    assert len(boxes) > 12
+    assert [words for words, box, before in boxes if any(box.overlaps(other) for other in before)] == []
+
+
+def test_cards_have_charts_of_their_own(tmp_path):
+    other = [result | {"card": "NVIDIA H200"} for result in everything()]
+    names = {path.name for path in charts.draw([*everything(), *other], tmp_path)}
+    assert {"speed_up_nvidia-h200.svg", "speed_up_nvidia-h100-80gb-hbm3.svg", "roofline_nvidia-h200.png"} <= names
+
+
+def test_an_unknown_card_has_no_roofline(tmp_path):
+    other = [result | {"card": "NVIDIA GeForce RTX 4090"} for result in everything()]
+    assert not [path for path in charts.draw(other, tmp_path) if "roofline" in path.name]
+
+
+def test_one_length_is_no_line(tmp_path):
+    assert charts.draw([row("prefill", "prefill_32k_u")], tmp_path) == []

@@ -1,0 +1,158 @@
+"""`msa-tiles bench` without a GPU: recorded rows, and what is said about bad calls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from invented import everything, row
+
+from msa_tiles.bench import charts, session
+from msa_tiles.bench.session import DeviceLost, Done
+from msa_tiles.cli import main
+from msa_tiles.runtime import facts, toolchain
+
+
+@pytest.fixture
+def file(tmp_path):
+    """All rows there can be."""
+    return write(tmp_path / "rows.jsonl", everything())
+
+
+def write(path, results):
+    path.write_text("".join(json.dumps(result) + "\n" for result in results))
+    return path
+
+
+def test_recorded_rows_become_a_table_and_charts(file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "--from", str(file), "--charts", str(tmp_path / "charts")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("NVIDIA H100 80GB HBM3, 2026-01-31\nop ")
+    assert f"wrote {tmp_path / 'charts' / 'speed_up.svg'}" in shown
+    assert (tmp_path / "charts" / "roofline.png").is_file()
+
+
+def test_recorded_rows_are_chosen_like_cases(file, capsys):
+    arguments = ["combine", "--cases", "prefill_4k,prefill_32k", "--backend", "cutedsl", "--from", str(file)]
+    assert main(["bench", *arguments]) == 0
+    heading, *lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert heading[:2] == ["op", "case"]
+    assert [line[:4] for line in lines] == [
+        ["combine", "prefill_4k", "bf16", "-"],
+        ["combine", "prefill_32k", "bf16", "-"],
+    ]
+
+
+def test_several_files_are_read_in_order(file, tmp_path, capsys):
+    later = write(tmp_path / "later.jsonl", [row("combine", "prefill_4k", ms=7.0)])
+    main(["bench", "combine", "--from", str(file), str(later)])
+    assert "7.0000" in capsys.readouterr().out
+
+
+def test_gates_decide_the_exit_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("msa_tiles.bench.gates.GATES", ())
+    file = write(tmp_path / "rows.jsonl", [row("topk_select", "prefill_128k_u", ms=1.0, baselines={"torch": 15.9})])
+    assert main(["bench", "--from", str(file)]) == 0
+    capsys.readouterr()
+    monkeypatch.undo()
+    assert main(["bench", "--from", str(file), "--gates"]) == 1
+    shown = capsys.readouterr().out
+    assert "15.90  16    25       MISSED" in shown and "not measured" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["combine"], "there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs"),
+        (["attention"], "no operator 'attention' is benchmarked; there are index_score, "),
+        (["--cases", "prefill_1k"], "--cases prefill_1k is unknown to these operators"),
+        (["--peers", "vllm,nobody"], "--peers nobody is unknown, wanted one of vllm, fa4"),
+        (["--backend", "triton"], "--backend triton is unknown, wanted one of tilelang, cutedsl"),
+        (["--seconds", "0"], "--seconds is 0, wanted more than 0"),
+        (["--from", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
+    ],
+)
+def test_bad_calls_are_answered_in_one_sentence(arguments, complaint, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert complaint in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
+
+
+def test_files_without_such_rows_are_said(tmp_path, capsys):
+    file = write(tmp_path / "rows.jsonl", [row("combine", "prefill_4k")])
+    assert main(["bench", "index_score", "--from", str(file)]) == 2
+    assert "no such rows" in capsys.readouterr().err
+
+
+def test_charts_without_matplotlib_are_refused_before_anything_is_timed(file, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(charts, "available", lambda: False)
+    assert main(["bench", "--from", str(file), "--charts", str(tmp_path)]) == 2
+    assert "--charts needs matplotlib: pip install" in capsys.readouterr().err
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose GPU is only said to be there; `session.run` is the test's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: None)
+    found = facts.DeviceFacts("NVIDIA H100 80GB HBM3", "sm90", 132, (9, 0))
+    monkeypatch.setattr(facts, "device_facts", lambda device, targets: found)
+    asked = []
+
+    def install(outcomes):
+        def run(jobs, settings, device, *rest):
+            asked.append((jobs, settings, device))
+            yield from outcomes(jobs)
+
+        monkeypatch.setattr(session, "run", run)
+        return asked
+
+    return install
+
+
+def test_rows_are_written_as_they_come(gpu, tmp_path, capsys):
+    """What is done before the device is lost is kept, and shown."""
+
+    def outcomes(jobs):
+        yield Done(jobs[0], (row("combine", "prefill_4k"), row("combine", "prefill_4k", "cutedsl")))
+        assert len(out.read_text().splitlines()) == 2
+        raise DeviceLost("the device stopped answering")
+
+    out = tmp_path / "deep" / "out.jsonl"
+    asked = gpu(outcomes)
+    assert main(["bench", "combine", "--out", str(out), "--seconds", "0.5"]) == 1
+    [(jobs, settings, device)] = asked
+    assert [str(job) for job in jobs] == ["combine prefill_4k bf16", "combine prefill_32k bf16"]
+    assert settings == session.Settings(("tilelang", "cutedsl"), None, 0.5) and device == torch.device("cuda", 0)
+    shown = capsys.readouterr()
+    assert "combine  prefill_4k" in shown.out and "the device stopped answering" in shown.err
+
+
+def test_options_reach_the_run(gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = gpu(lambda jobs: (Done(job, (row("combine", job.label),)) for job in jobs))
+    names = ["--backend", "cutedsl", "--backend", "tilelang", "--peers", "vllm,fa4", "torch"]
+    assert main(["bench", "combine", *names]) == 0
+    assert main(["bench", "combine", "--peers", "--backend", "cutedsl", "--cases", "prefill_4k"]) == 0
+    assert asked[0][1] == session.Settings(("tilelang", "cutedsl"), ("vllm", "fa4", "torch"), 1.0)
+    assert asked[1][1] == session.Settings(("cutedsl",), (), 1.0)
+    assert len((tmp_path / "msa_bench" / "nvidia-h100-80gb-hbm3.jsonl").read_text().splitlines()) == 3
+
+
+def test_failures_are_told_last_and_fail_the_command(gpu, tmp_path, capsys):
+    gpu(lambda jobs: (Done(job, (), "", (f"{job}: scores are off",)) for job in jobs))
+    assert main(["bench", "combine", "--out", str(tmp_path / "out.jsonl")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "combine prefill_32k bf16: scores are off"
+
+
+def test_dsls_that_are_not_installed_are_left_out(gpu, tmp_path, capsys, monkeypatch):
+    asked = gpu(lambda jobs: (Done(job) for job in jobs))
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: "no such library" if dsl == "cutedsl" else None)
+    assert main(["bench", "combine", "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert asked[0][1].dsls == ("tilelang",)
+    assert "cutedsl is left out: no such library" in capsys.readouterr().err
