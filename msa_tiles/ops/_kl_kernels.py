@@ -124,13 +124,12 @@ def index_kl(
     weights = torch.ones(total_q, device=q.device) if token_weights is None else token_weights
     share = 1.0 / (total_q * num_kv_heads)
     rows, partials = (window, num_tasks) if gradients else (1, 1)
-    floats = {"dtype": torch.float32, "device": q.device}
-    partial_dq = torch.empty((rows, topk, num_kv_heads, index_dim), **floats)
-    partial_dk = torch.empty((num_kv_heads, partials, block_size, index_dim), **floats)
+    partial_dq = _floats(q, rows, topk, num_kv_heads, index_dim)
+    partial_dk = _floats(q, num_kv_heads, partials, block_size, index_dim)
     present = torch.empty((rows, topk, num_kv_heads), dtype=torch.int32, device=q.device)
-    sum_q = torch.empty((total_q if prefix else rows, num_kv_heads, index_dim), **floats) if gradients else partial_dq
-    sum_k = torch.zeros(idx_k.shape, **floats) if gradients else partial_dk
-    losses = torch.zeros((num_kv_heads, num_tasks, block_size), **floats)
+    sum_q = _floats(q, total_q if prefix else rows, num_kv_heads, index_dim) if gradients else partial_dq
+    sum_k = _floats(q, *idx_k.shape).zero_() if gradients else partial_dk
+    losses = _floats(q, num_kv_heads, num_tasks, block_size).zero_()
     for turn, part in enumerate(schedules() if made is None else made):
         windows = part.tasks.shape[0]
         claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
@@ -219,6 +218,10 @@ def add_gradients(
     kernel(
         partial_dq, present, partial_dk, tasks, counts, cu_seqlens_k, dq, dk, window_index, int(first), ctas
     )  # fmt: skip
+
+
+def _floats(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) -> int:

@@ -71,12 +71,13 @@ class IndexGradients:
         if _dispatch.runs_reference(self.backend, self.given.present.device):
             return reference.index_gradients(*self.given)
         facts = _facts("index_gradients", self.case, self.given.present.device)
-        *parts, dk = self.given
-        dk = dk.clone()
-        dq = torch.full((len(parts[0]), *parts[0].shape[2:]), torch.nan, device=dk.device)
+        partial_dq, dk = self.given.partial_dq, self.given.dk.clone()
+        dq = torch.full((len(partial_dq), *partial_dq.shape[2:]), torch.nan, device=dk.device)
         variant = dict(self.case.point)
         kernel = _kl_kernels.kernel(facts, self.backend, "index_gradients", variant)
-        _kl_kernels.add_gradients(kernel, *parts, self.lengths.cu_seqlens_k, dq, dk, window_index=0, first=True)
+        _kl_kernels.add_gradients(
+            kernel, *self.given[:5], self.lengths.cu_seqlens_k, dq, dk, window_index=0, first=True
+        )
         return dq, dk
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
@@ -116,8 +117,10 @@ class IndexLse:
         made = _attention_kernels.allocate_schedule(
             self.ids, num_requests=where.num_requests, max_seqlen_k=None, block_size=block_size, window=window
         )
-        parts = dict(zip(("edges", "tasks", "counts"), made, strict=True))
-        _attention_kernels.build_schedule(facts, self.ids, at, block_size=block_size, window=window, **parts)
+        edges, tasks, counts = made
+        _attention_kernels.build_schedule(
+            facts, self.ids, at, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
+        )
         kernel = _kl_kernels.kernel(facts, self.backend, "index_lse", dict(self.case.point))
         schedule = _kl_kernels.WindowSchedule(*made, window)
         scale = self.idx_q.shape[2] ** -0.5

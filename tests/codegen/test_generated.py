@@ -128,8 +128,8 @@ def test_pins_are_those_of_the_project() -> None:
             assert f'"{name}=={version}"' in dependencies
 
 
-# Kernels that sparse_attention calls and users do not.
-INSIDE = ("shared_attention", "split_selection")
+# Kernels that sparse_attention and index_kl call and users do not.
+INSIDE = ("index_gradients", "index_lse", "shared_attention", "split_selection")
 
 
 @pytest.mark.parametrize("operator", SPECS.operators.values(), ids=lambda operator: operator.name)
