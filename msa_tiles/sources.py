@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,26 +45,32 @@ def _helper_sources(body: str, package: Path) -> list[str]:
 
 
 def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = importer.split(".")
-                is_package = (_module_file(importer, package) or package).name == "__init__.py"
-                parents = parents[: len(parents) - node.level + is_package]
-                base = ".".join([*parents, *filter(None, [node.module])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
+    for level, module, imported in _imports(source):
+        base = module
+        if level:
+            parents = importer.split(".")
+            is_package = (_module_file(importer, package) or package).name == "__init__.py"
+            parents = parents[: len(parents) - level + is_package]
+            base = ".".join([*parents, *filter(None, [module])])
+        for name in [base, *(f"{base}.{each}" for each in imported)]:
             parts = name.split(".")
             # Importing a.b.c runs a and a.b too; only what lies below the helpers' package counts.
             for end in range(2, len(parts) + 1):
                 prefix = ".".join(parts[:end])
                 if f"{prefix}.".startswith(f"{_HELPERS}.") and _module_file(prefix, package):
                     yield prefix
+
+
+@functools.lru_cache(maxsize=512)
+def _imports(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
+    """(level, module, names) of every import; `import a` is of module a and no names."""
+    found: list[tuple[int, str, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or "", tuple(alias.name for alias in node.names)))
+    return tuple(found)
 
 
 def _module_file(name: str, package: Path) -> Path | None:
