@@ -169,7 +169,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 num = tasks[window_index, listed, task, 2]
                 valid = tasks[window_index, listed, task, 3] >> 1
                 chunks = T.ceildiv(num, EDGES)
-                T.copy(K_shared[w * ROWS : (w + 1) * ROWS, :], K)
+                T.copy(K_shared[w, :, :], K)
                 T.barrier_arrive(k_free)
                 T.fill(dk_low, 0.0)
                 if index_halves > 1:
@@ -316,7 +316,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
         num_ctas: T.int32,
     ):
         with T.Kernel(num_ctas, threads=(consumers + 1) * 128):
-            K_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([consumers, ROWS, head_dim], ELEMENT)
             keys_shared = T.alloc_shared([index_halves * consumers, ROWS, 64], ELEMENT)
             Q_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
             idx_q_shared = T.alloc_shared([CHUNKS * index_halves, EDGES, 64], ELEMENT)
@@ -400,7 +400,12 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     first_edge = tasks[window_index, listed, task, 1]
                     num = tasks[window_index, listed, task, 2] * running
                     if running > 0:
-                        T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=k_full)
+                        for part in T.unroll(consumers):
+                            T.tma_copy(
+                                k[key_row + part * 64 : key_row + part * 64 + 64, head, :],
+                                K_shared[part, :, :],
+                                barrier=k_full,
+                            )
                     T.barrier_arrive(k_full)
                     for c in T.serial(T.ceildiv(num, EDGES)):
                         T.barrier_wait(chunk_free[buffer], buffer_phase)
