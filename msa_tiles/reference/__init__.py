@@ -10,6 +10,7 @@ from msa_tiles.reference.attention import combine, dense_attention, sparse_atten
 from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
 from msa_tiles.reference.gradient_parts import gradient_rows, merge_gradients
 from msa_tiles.reference.hybrid import split_selection
+from msa_tiles.reference.index_parts import index_gradients, index_lse
 from msa_tiles.reference.indexer import index_score, select_blocks
 from msa_tiles.reference.kl import index_kl
 from msa_tiles.reference.schedule import build_schedule
@@ -21,7 +22,9 @@ __all__ = [
     "dense_attention",
     "dense_attention_backward",
     "gradient_rows",
+    "index_gradients",
     "index_kl",
+    "index_lse",
     "index_score",
     "merge_gradients",
     "plain",

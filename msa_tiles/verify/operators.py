@@ -16,7 +16,7 @@ from msa_tiles import ops, reference
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import build_on
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import compare, gradient_parts, schedules, training
+from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -412,5 +412,6 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "split_selection": SplitSelection,
     "shared_attention": SharedAttention,
     **gradient_parts.CHECKS,
+    **index_parts.CHECKS,
     **training.CHECKS,
 }

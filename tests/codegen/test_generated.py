@@ -136,8 +136,8 @@ def test_pins_are_those_of_the_project() -> None:
             assert f'"{name}=={version}"' in dependencies
 
 
-# Kernels that sparse_attention and its backward call and users do not.
-INSIDE = ("gradient_rows", "merge_gradients", "shared_attention", "split_selection")
+# Kernels that sparse_attention, its backward and index_kl call and users do not.
+INSIDE = ("gradient_rows", "index_gradients", "index_lse", "merge_gradients", "shared_attention", "split_selection")
 
 
 @pytest.mark.parametrize("operator", SPECS.operators.values(), ids=lambda operator: operator.name)

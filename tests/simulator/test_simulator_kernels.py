@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import simulated_calls
 import simulated_hybrid
+import simulated_kl
 import simulated_training
 import torch
 from simulated_calls import Call, name_of
@@ -143,6 +144,73 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "at once": (
             {"sequences": MIXED, "seed": 7, "late": False, "pages_per_block": 8},
             {"head_dim": 64, "block_size": 64},
+        ),
+    },
+    "index_gradients": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"index_dim": 64, "block_size": 64, "topk": 3, "num_tasks": 9, "heads": 3, "schedule_heads": 3},
+        ),
+        "shared by heads, added": (
+            {"sequences": [(20, 256), (3, 0), (9, 130)], "seed": 2},
+            {"index_dim": 128, "block_size": 128, "topk": 17, "num_tasks": 20, "heads": 2, "first": False},
+        ),
+    },
+    "index_kl": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {
+                "head_dim": 64, "index_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 2, "window": 77,
+                "repeats": 2,
+            },
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+            {"head_dim": 64, "index_dim": 128, "block_size": 64, "group": 4, "topk": 3, "heads": 2, "weighted": True},
+        ),
+        "positions": (
+            {"sequences": MIXED, "seed": 3, "positions": True},
+            {"head_dim": 128, "index_dim": 64, "block_size": 128, "group": 1, "topk": 5, "window": 70, "ctas": 3},
+        ),
+        "wide": (
+            {"sequences": [(150, 300), (3, 70)], "seed": 4},
+            {
+                "head_dim": 128, "index_dim": 128, "block_size": 128, "group": 16, "topk": 3, "heads": 2,
+                "weighted": True, "given": True,
+            },
+        ),
+        "several tasks a block, at once": (
+            {"sequences": [(3, 300), (200, 700)], "seed": 5, "late": False},
+            {"head_dim": 64, "index_dim": 64, "block_size": 64, "group": 2, "topk": 4, "sticky": True, "ctas": 3},
+        ),
+        "the loss alone": (
+            {"sequences": MIXED, "seed": 6},
+            {"head_dim": 64, "index_dim": 64, "block_size": 128, "group": 16, "heads": 3, "gradients": False},
+        ),
+        "prefix": (
+            {"sequences": [(150, 300), (3, 70)], "seed": 7},
+            {
+                "head_dim": 128, "index_dim": 64, "block_size": 64, "group": 8, "prefix": 1, "heads": 2, "window": 80,
+                "weighted": True,
+            },
+        ),
+        "prefix of more blocks than slots": (
+            {"sequences": [(3, 4400), (0, 9), (5, 0)], "seed": 8, "shortened": True},
+            {"head_dim": 64, "index_dim": 64, "block_size": 64, "group": 2, "prefix": 1, "ctas": 3},
+        ),
+    },
+    "index_lse": {
+        "mixed": (
+            {"sequences": MIXED, "seed": 1},
+            {"index_dim": 64, "block_size": 64, "topk": 3, "heads": 2, "window": 77},
+        ),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+            {"index_dim": 128, "block_size": 128, "topk": 4, "heads": 2},
+        ),
+        "at once": (
+            {"sequences": MIXED, "seed": 3, "late": False, "positions": True},
+            {"index_dim": 128, "block_size": 64, "topk": 2},
         ),
     },
     "topk_select": {
@@ -411,7 +479,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-MODULES = (simulated_calls, simulated_hybrid, simulated_training)
+MODULES = (simulated_calls, simulated_hybrid, simulated_training, simulated_kl)
 CELLS = default_registry().select(dsl="tilelang")
 
 
