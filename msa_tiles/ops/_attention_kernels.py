@@ -10,7 +10,6 @@ combine, shared_attention attends to them and merges the rest with them. The res
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -336,21 +335,19 @@ def combine(
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
-    from msa_tiles.runtime import find_kernel
-
-    return find_kernel(op, _facts_of(facts, op, variant), backend=backend, helper=op != facts.op)
+    return _dispatch.part_kernel(facts, backend, op, variant, _features_of(facts, op))
 
 
 def _serves(facts: CallFacts, backend: str, op: str) -> bool:
     from msa_tiles.runtime import serves
 
-    return serves(op, _facts_of(facts, op, facts.variant), backend=backend, helper=True)
+    part = _dispatch.part_facts(facts, op, facts.variant, _features_of(facts, op))
+    return serves(op, part, backend=backend, helper=True)
 
 
-def _facts_of(facts: CallFacts, op: str, variant: Mapping[str, int]) -> CallFacts:
+def _features_of(facts: CallFacts, op: str) -> frozenset[str]:
     # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
-    features = facts.features if op in (facts.op, "shared_attention") else frozenset()
-    return dataclasses.replace(facts, op=op, variant=variant, features=features)
+    return facts.features if op in (facts.op, "shared_attention") else frozenset()
 
 
 def _refuse_workspace(came: int, queries: int, topk: int, num_q_heads: int, head_dim: int) -> None:

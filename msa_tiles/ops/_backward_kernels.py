@@ -8,14 +8,13 @@ repeats bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _attention_kernels, _validate
+from msa_tiles.ops import _attention_kernels, _dispatch, _validate
 from msa_tiles.ops._attention_kernels import CHUNK, LOG2_E
 
 if TYPE_CHECKING:
@@ -174,12 +173,8 @@ def _num_ctas(device: torch.device) -> int:
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
-    from msa_tiles.runtime import find_kernel
-
-    helper = op != facts.op
     # The features of a call are about its own tensors; the parts of gradients are ours.
     features = facts.features if op in (facts.op, "gradient_rows") else frozenset()
     if op == "gradient_rows":
         features = features & {"strided_unaligned"}
-    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
-    return find_kernel(op, facts, backend=backend, helper=helper)
+    return _dispatch.part_kernel(facts, backend, op, variant, features)

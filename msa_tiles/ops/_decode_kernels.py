@@ -247,10 +247,6 @@ def prepare_step(
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
-    from msa_tiles.runtime import find_kernel
-
     # Pages and positions concern the kernels that read keys; the merge reads our own buffers.
     features = frozenset() if op == "combine" else facts.features
-    helper = op != facts.op
-    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
-    return find_kernel(op, facts, backend=backend, helper=helper)
+    return _dispatch.part_kernel(facts, backend, op, variant, features)

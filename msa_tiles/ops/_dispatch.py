@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -97,6 +99,18 @@ def attention_kernels() -> Any:
     - ``combine(facts, backend, partial_out, partial_lse, *, out, lse)``: fills both.
     """
     return importlib.import_module("msa_tiles.ops._attention_kernels")
+
+
+def part_facts(facts: CallFacts, op: str, variant: Mapping[str, int], features: frozenset[str]) -> CallFacts:
+    """The facts of a kernel that a call launches on its way, with what the call needs of that kernel."""
+    return dataclasses.replace(facts, op=op, variant=variant, features=features)
+
+
+def part_kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int], features: frozenset[str]) -> Any:
+    """That kernel. For those of other operators than the call's own, ``backend`` is a preference."""
+    from msa_tiles.runtime import find_kernel
+
+    return find_kernel(op, part_facts(facts, op, variant, features), backend=backend, helper=op != facts.op)
 
 
 def training_kernels() -> Any:

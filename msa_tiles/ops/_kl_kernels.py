@@ -13,14 +13,13 @@ The whole prefix goes the same way: its blocks are PREFIX_SLOTS slots at a time,
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _attention_kernels, _validate
+from msa_tiles.ops import _attention_kernels, _dispatch, _validate
 from msa_tiles.ops._attention_kernels import LOG2_E
 
 if TYPE_CHECKING:
@@ -243,12 +242,12 @@ def choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
 
 def kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     """The kernel of an operator that serves a call of index_kl."""
-    from msa_tiles.runtime import find_kernel
-
-    helper = op != facts.op
     # The features of a call are about its tensors and places; only the schedule tells the helpers where they are.
     features = (
-        frozenset() if op == "index_gradients" else facts.features - {"q_positions"} if helper else facts.features
+        frozenset()
+        if op == "index_gradients"
+        else facts.features - {"q_positions"}
+        if op != facts.op
+        else facts.features
     )
-    facts = dataclasses.replace(facts, op=op, variant=variant, features=features)
-    return find_kernel(op, facts, backend=backend, helper=helper)
+    return _dispatch.part_kernel(facts, backend, op, variant, features)
