@@ -21,11 +21,9 @@ def first_bit(bits):
 
 def bits_below(count):
     """The lowest `count` of 32 bits; none or all where count is out of range. Any lane may call it."""
-    return T.if_then_else(
-        count <= 0,
-        T.uint32(0),
-        T.if_then_else(count >= 32, T.uint32(0xFFFFFFFF), (T.uint32(1) << T.cast(count, "uint32")) - T.uint32(1)),
-    )
+    # A shift of 64 bits takes all of 0 to 32 places, and nothing branches.
+    places = T.cast(32 - T.max(T.min(count, 32), 0), "uint64")
+    return T.cast(T.uint64(0xFFFFFFFF) >> places, "uint32")
 
 
 @T.macro
