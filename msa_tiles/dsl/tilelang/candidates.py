@@ -110,11 +110,16 @@ def columns_below(end, lane):
     return bits_below((end - lane + (WARP - 1)) >> 5)
 
 
+def each_later(heads):
+    """A loop over the heads after the first, for which the compiler shall keep one copy of its body."""
+    return T.unroll(1, heads, annotations={"pragma_unroll_factor": 1})
+
+
 @T.macro
 def score_of(row, block, score):
     """score[0] = the score of one block; NaN gives way unless every head has one."""
     score[0] = row.score[row.first_head, row.token, block]
-    for r in T.serial(1, row.heads):
+    for r in each_later(row.heads):
         score[0] = T.max(score[0], row.score[row.first_head + r, row.token, block])
 
 
@@ -146,7 +151,7 @@ def read_head(row, head, base, left, lane, first, values):
 def read_chunk(row, base, left, lane, values):
     """The chunk at column `base`: the best of all heads; NaN gives way unless every head has one."""
     read_head(row, row.first_head, base, left, lane, True, values)
-    for r in T.serial(1, row.heads):
+    for r in each_later(row.heads):
         read_head(row, row.first_head + r, base, left, lane, False, values)
 
 

@@ -83,16 +83,16 @@ def topk_select(topk: int):
             rows = T.max(ROWS >> lanes_log2, 1)
             heads = T.truncdiv(num_index_heads, num_kv_heads)
             token = ((T.ceildiv(total_q, WARPS * rows) - 1 - tile) * WARPS + warp) * rows
-            end = T.min(token + rows, total_q)
             lists = Lists(warp, slots, pool, ids, keys)
             lengths = Lengths(
                 cu_seqlens_q, num_starts - 1, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
                 block_size, valid_mode, num_valid_scalar, num_valid,
             )  # fmt: skip
-            # Lane i finds the valid count of the warp's row i.
+            # Lane i finds the valid count of the warp's row i; then the counts move towards lane 0.
             counted[0] = 0
-            if token + lane < end:
+            if lane < rows and token + lane < total_q:
                 valid_blocks(lengths, token + lane, max_blocks, counted)
+            end = T.min(token + rows, total_q)
             while token < end:
                 valid = T.shfl_sync(counted[0], 0)
                 counted[0] = T.shfl_down(counted[0], 1)
