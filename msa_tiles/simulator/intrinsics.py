@@ -250,7 +250,9 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.shfl_down_sync": _shuffle(lambda lane, by: lane + by),
     "tl.shfl_up_sync": _shuffle(lambda lane, by: lane - by),
     "tl.any_sync": _warp_wide(lambda values: values.any(1)),
-    "tl.ballot": _warp_wide(lambda values: ((values != 0).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)),
+    "tl.ballot": _warp_wide(
+        lambda values: ((values != 0).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+    ),
     "tl.warp_reduce_min": _warp_wide(lambda values: values.min(1)),
     "tl.atomic_add_ret_elem_op": _atomic_add,
     "tl.atomic_add_elem_op": _atomic_add,

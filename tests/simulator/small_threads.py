@@ -131,10 +131,12 @@ def votes():
 
 
 def no_numbers():
-    """The bits of differences that are NaN, and of NaN itself."""
+    """The bits of differences, some of them NaN."""
 
     @T.prim_func
-    def main(x: T.Tensor((THREADS,), "float32"), y: T.Tensor((THREADS,), "float32"), out: T.Tensor((THREADS,), "int32")):
+    def main(
+        x: T.Tensor((THREADS,), "float32"), y: T.Tensor((THREADS,), "float32"), out: T.Tensor((THREADS,), "int32")
+    ):
         with T.Kernel(1, threads=THREADS):
             tx = T.get_thread_binding()
             out[tx] = T.reinterpret(x[tx] - y[tx], "int32")

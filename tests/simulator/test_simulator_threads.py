@@ -28,6 +28,9 @@ def build(tmp_path: Path) -> Any:
     return lambda name, *replacements: getattr(planted("small_threads", tmp_path, *replacements), name)()
 
 
+LAST_VOTE = '            out[4, tx] = T.cast(T.popcount(bits), "int32")\n'
+
+
 def whole(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
 
@@ -129,15 +132,15 @@ def test_votes_and_reductions_of_a_warp(build: Any) -> None:
 
 @pytest.mark.parametrize("vote", ["T.ballot(x[tx] > 0)", "T.any_sync(x[tx] > 0)", "T.warp_reduce_min(x[tx])"])
 def test_a_vote_by_a_part_of_a_warp_is_refused(build: Any, vote: str) -> None:
-    last = "            out[4, tx] = T.cast(T.popcount(bits), \"int32\")\n"
-    half = build("votes", (last, f"            if tx % 32 < 16:\n                out[4, tx] = T.cast({vote}, \"int32\")\n"))
+    half = build(
+        "votes", (LAST_VOTE, f"            if tx % 32 < 16:\n                out[4, tx] = T.cast({vote}, 'int32')\n")
+    )
     with pytest.raises(DivergenceError, match="by a part of a warp"):
         simulate(half, whole(-3, 6, 128), torch.empty((5, 128), dtype=torch.int32))
 
 
 def test_warps_may_vote_apart(build: Any) -> None:
-    last = "            out[4, tx] = T.cast(T.popcount(bits), \"int32\")\n"
-    some = build("votes", (last, "            if tx < 64:\n                out[4, tx] = T.any_sync(x[tx] > 4)\n"))
+    some = build("votes", (LAST_VOTE, "            if tx < 64:\n                out[4, tx] = T.any_sync(x[tx] > 4)\n"))
     x, out = torch.arange(128, dtype=torch.int32), torch.full((5, 128), -77, dtype=torch.int32)
     simulate(some, x, out)
     assert (out[4] == torch.tensor([1, 1, -77, -77]).repeat_interleave(32)).all()

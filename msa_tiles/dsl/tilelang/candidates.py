@@ -298,8 +298,7 @@ def choose(row, lists, topk, lane, kept):
         # No later forced block beats one that is kept.
         if worst[0] < LOCAL_KEY:
             forced = window & (
-                columns_below(row.init_blocks - base, lane)
-                | ~columns_below(row.valid - row.local_blocks - base, lane)
+                columns_below(row.init_blocks - base, lane) | ~columns_below(row.valid - row.local_blocks - base, lane)
             )
         maxima(values, left, forced, slots, tops)
         # Forced blocks come on their own; scores have to exceed `over`.
@@ -313,9 +312,7 @@ def choose(row, lists, topk, lane, kept):
             if kept[0] + left > capacity:
                 for s in T.unroll((SHARE * slots + WARP - 1) // WARP):
                     if WARP * s + lane < kept[0]:
-                        tops[s] = T.max(
-                            tops[s], T.min(lists.keys[lists.warp, WARP * s + lane], T.int32(INFINITY_BITS))
-                        )
+                        tops[s] = T.max(tops[s], T.min(lists.keys[lists.warp, WARP * s + lane], T.int32(INFINITY_BITS)))
                 least_of_larger_half(tops, slots, lane, least)
                 over = T.max(over, least[0] - 1)
             more = True

@@ -72,9 +72,7 @@ def sort_runs(values, size, run, lane):
     for doubling in T.unroll(min(run, WARP).bit_length() - 1):
         for level in T.unroll(doubling + 1):
             stride = (1 << doubling) >> level
-            swap_across(
-                values, size, T.if_then_else(level == 0, (2 << doubling) - 1, stride), (lane & stride) == 0
-            )
+            swap_across(values, size, T.if_then_else(level == 0, (2 << doubling) - 1, stride), (lane & stride) == 0)
     # From here on runs go over several elements of every lane.
     for doubling in T.unroll(max(run // WARP, 1).bit_length() - 1):
         span = 2 << doubling
@@ -103,7 +101,7 @@ def sort_descending(values, size, lane):
 
 @T.macro
 def least_of_larger_half(values, size, lane, least):
-    """least[0] = the least of the larger half of all lanes' int32, a power of two for each; leaves them in another order.
+    """least[0] = the least of the larger half of all lanes' int32, a power of two for each; values change places.
 
     With both halves sorted, the larger of each element and its mirror image make up the larger half.
     """

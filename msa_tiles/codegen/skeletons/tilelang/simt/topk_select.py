@@ -23,14 +23,20 @@ PASS_CONFIGS = {
 RESIDENT = {8: 32, 16: 32, 32: 24, 64: 16}
 
 
+def rows_of(lanes_log2):
+    """How many tokens a warp takes."""
+    return T.max(ROWS >> lanes_log2, 1)
+
+
 def topk_select(topk: int):
     """Build the kernel for one list capacity (topk).
 
     score [num_index_heads, total_q, max_blocks] float32 -> out [num_kv_heads, total_q, k] int32, k <= topk. How many
     blocks a row may choose from: valid_mode 0 by the query's position, 1 num_valid_scalar, 2 num_valid[token]. order
-    counts as in candidates.rank. A warp takes ROWS >> lanes_log2 rows, one at least: 0 is for calls whose rows alone
-    fill a GPU. Shared memory, for every warp: its pool of candidates, [32 slots] blocks, and its list, [16 slots]
-    blocks and keys. No warp waits for another.
+    counts as in candidates.rank. lanes_log2 0 is for calls whose rows alone fill a GPU, more for fewer rows.
+
+    Shared memory, for every warp: its pool of candidates, [32 slots] blocks, and its list, [16 slots] blocks and keys.
+    No warp waits for another.
     """
     slots = slots_of(topk)
     num_index_heads, num_kv_heads, total_q, max_blocks, k = T.dynamic(
@@ -60,9 +66,7 @@ def topk_select(topk: int):
         order: T.int32,
         lanes_log2: T.int32,
     ):
-        with T.Kernel(
-            num_kv_heads, T.ceildiv(total_q, WARPS * T.max(ROWS >> lanes_log2, 1)), threads=THREADS
-        ) as (head, tile):
+        with T.Kernel(num_kv_heads, T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=THREADS) as (head, tile):
             T.annotate_min_blocks_per_sm(RESIDENT[topk] // WARPS)
             pool = T.alloc_shared([WARPS, WARP * slots], "int32", scope="shared.dyn")
             ids = T.alloc_shared([WARPS, SHARE * slots], "int32", scope="shared.dyn")
@@ -80,7 +84,7 @@ def topk_select(topk: int):
             # From lane 0, which tells the compiler that all lanes have the same.
             warp = T.shfl_sync(tx // WARP, 0)
             lane = tx % WARP
-            rows = T.max(ROWS >> lanes_log2, 1)
+            rows = rows_of(lanes_log2)
             heads = T.truncdiv(num_index_heads, num_kv_heads)
             token = ((T.ceildiv(total_q, WARPS * rows) - 1 - tile) * WARPS + warp) * rows
             lists = Lists(warp, slots, pool, ids, keys)
