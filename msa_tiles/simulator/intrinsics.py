@@ -249,7 +249,7 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.shfl_xor_sync": _shuffle(lambda lane, by: lane ^ by),
     "tl.shfl_down_sync": _shuffle(lambda lane, by: lane + by),
     "tl.shfl_up_sync": _shuffle(lambda lane, by: lane - by),
-    "tl.any_sync": _warp_wide(lambda values: values.any(1)),
+    "tl.any_sync": _warp_wide(lambda values: (values != 0).max(1)),
     "tl.ballot": _warp_wide(
         lambda values: ((values != 0).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
     ),
