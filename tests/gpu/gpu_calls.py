@@ -123,8 +123,8 @@ def _row(tensors: tuple[Tensor, ...]) -> Tensor:
 def main(backend: str) -> None:
     calls, named = Calls(), Named(backend)
     assert any(named.has(name) for name in calls.all(named))
-    # Gradients of keys are sums over many queries, and as large as these.
-    for group, atol in ((calls.all, 0.02), (calls.training, 0.1)):
+    # Gradients of keys are sums over many queries: larger, and rounded to bfloat16 like the others.
+    for group, atol in ((calls.all, 0.02), (calls.training, 0.05)):
         wanted = group(reference)
         for name, call in group(named).items():
             if named.has(name):
