@@ -84,29 +84,26 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
     q = call.tensor(call.total_q, heads * group, dim)
     flat = call.tensor(call.total_k, heads, dim), call.tensor(call.total_k, heads, dim)
-    at, (k, v), where = call.place(block_size, *flat)
+    _, (k, v), where = call.place(block_size, *flat)
     ids = call.source.selection(call.lengths, heads, topk, block_size, True)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
     facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
     with hybrid(True, fill=1):
-        _attention_kernels.sparse_attention(
+        launch = _attention_kernels.prepare(
             facts,
             "auto",
             q,
-            k,
-            v,
             ids,
-            at,
+            num_requests=4,
             block_size=block_size,
             softmax_scale=0.2,
             longest_k=200,
-            schedule=None,
-            workspace=None,
+            schedule_window=None,
             workspace_bytes=40 * _attention_kernels.bytes_per_query(topk, heads * group, dim),
             out=out,
-            lse=lse,
         )
+    launch(q, k, v, ids, Where.of(**where), None, None, out, lse)
     assert launched == ["split_selection", "build_schedule", *["sparse_attention", "shared_attention"] * 2]
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where
