@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles.ops import _dispatch, _validate
+from msa_tiles.ops._where import Where
 
 if TYPE_CHECKING:
     from msa_tiles.ops._dispatch import Place
     from msa_tiles.runtime import CallFacts
 
 LOG2_E = math.log2(math.e)
+
+# Edges, tasks and their counts; what `split_selection` returns.
+Schedule = tuple[Tensor, Tensor, Tensor]
+Split = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # Queries per window: the queries of one head group stay in L2 up to here, and a window is long enough to fill the GPU.
 MOST_QUERIES = 4096
@@ -75,7 +81,7 @@ def choose_window(block_indices: Tensor) -> int:
 
 def allocate_schedule(
     block_indices: Tensor, *, num_requests: int, max_seqlen_k: int | None, block_size: int, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Schedule:
     """Uninitialised edges [windows, Hkv, window * k], tasks [windows, Hkv, most tasks, 4] and counts [windows, Hkv]."""
     num_kv_heads, total_q, topk = block_indices.shape
     windows = (total_q + window - 1) // window
@@ -108,186 +114,170 @@ def build_schedule(
 ) -> None:
     """Fill the tensors of a schedule."""
     kernel = _find(facts, backend, "build_schedule", {"block_size": block_size})
+    _schedule(kernel, block_indices, where, window, (edges, tasks, counts))
+
+
+def _schedule(kernel: Any, block_indices: Tensor, where: Place, window: int, parts: Schedule) -> None:
     kernel(
         block_indices,
         where.cu_seqlens_q,
         where.cu_seqlens_k,
         where.seqused_k,
         where.q_positions,
-        edges,
-        tasks,
-        counts,
+        *parts,
         where.use_seqused,
         where.use_positions,
         window,
     )
 
 
-def sparse_attention(
-    facts: CallFacts,
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    where: Place,
-    *,
-    block_size: int,
-    softmax_scale: float,
-    longest_k: int,
-    schedule: tuple[Tensor, Tensor, Tensor, int] | None,
-    workspace: Tensor | None,
-    workspace_bytes: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Fill out and lse, one window of queries after the other."""
-    if HYBRID and schedule is None and _dispatch.aligned(out) and _serves(facts, backend, "shared_attention"):
-        tile_tokens = TILE_ROWS // max(q.shape[1] // block_indices.shape[0], LEAST_ROWS)
-        if workspace_bytes // bytes_per_query(block_indices.shape[2], *q.shape[1:]) >= tile_tokens:
-            _hybrid_attention(
-                facts,
-                backend,
-                q,
-                k,
-                v,
-                block_indices,
-                where,
-                block_size=block_size,
-                softmax_scale=softmax_scale,
-                longest_k=longest_k,
-                workspace=workspace,
-                workspace_bytes=workspace_bytes,
-                tile_tokens=tile_tokens,
-                out=out,
-                lse=lse,
-            )
-            return
-    attend = _find(facts, backend, "sparse_attention", facts.variant)
-    merge = _find(facts, backend, "combine", {"head_dim": q.shape[2]})
-    total_q, num_q_heads, head_dim = q.shape
-    topk = block_indices.shape[2]
-    most = workspace_bytes // bytes_per_query(topk, num_q_heads, head_dim)
-    if schedule is not None:
-        edges, tasks, counts, window = schedule
-        if window > most:
-            _refuse_workspace(workspace_bytes, window, topk, num_q_heads, head_dim)
-    else:
-        if most < 1:
-            _refuse_workspace(workspace_bytes, 1, topk, num_q_heads, head_dim)
-        window = window_for(total_q, most)
-        num_requests = where.cu_seqlens_q.shape[0] - 1
-        edges, tasks, counts = allocate_schedule(
-            block_indices, num_requests=num_requests, max_seqlen_k=longest_k, block_size=block_size, window=window
-        )
-        build_schedule(
-            facts,
+@dataclass(frozen=True)
+class Launch:
+    """The kernels of an attention call and its windows, ready to run on tensors of certain shapes."""
+
+    scheduler: Any
+    attender: Any
+    merger: Any
+    num_requests: int
+    longest_k: int
+    block_size: int
+    scale_log2: float
+    window: int
+    num_sms: int
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_indices: Tensor,
+        where: Where,
+        schedule: Schedule | None,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Fill out and lse, one window of queries after the other."""
+        total_q, topk = q.shape[0], block_indices.shape[2]
+        at = _dispatch.place(where, total_q, k.shape[0], self.block_size, q.device)
+        edges, tasks, counts = self.schedule(block_indices, at) if schedule is None else schedule
+        partial_out, partial_lse = _dispatch.partials(workspace, q, self.window, topk)
+        windows = edges.shape[0]
+        claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
+        # combine reads [splits, queries, heads, dim]: the slots are the splits.
+        split_out, split_lse = partial_out.transpose(0, 1), partial_lse.transpose(0, 1)
+        for index in range(windows):
+            first, count = index * self.window, min(self.window, total_q - index * self.window)
+            # A slot without an edge stays empty.
+            partial_lse.fill_(-torch.inf)
+            parts = (edges, tasks, counts, claims, partial_out, partial_lse)
+            self.attender(q, k, v, at.page_table, *parts, self.scale_log2, index, self.num_sms)
+            ours = slice(first, first + count)
+            self.merger(split_out[:, :count], split_lse[:, :count], out[ours], lse[ours])
+
+    def schedule(self, block_indices: Tensor, at: Place) -> Schedule:
+        """Which queries read each block, in windows."""
+        parts = allocate_schedule(
             block_indices,
-            where,
-            block_size=block_size,
-            window=window,
-            edges=edges,
-            tasks=tasks,
-            counts=counts,
-            backend=backend,
+            num_requests=self.num_requests,
+            max_seqlen_k=self.longest_k,
+            block_size=self.block_size,
+            window=self.window,
         )
-    partial_out, partial_lse = _dispatch.partials(workspace, q, window, topk)
-    windows = edges.shape[0]
-    claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
-    num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
-    # combine reads [splits, queries, heads, dim]: the slots are the splits.
-    split_out, split_lse = partial_out.transpose(0, 1), partial_lse.transpose(0, 1)
-    for index in range(windows):
-        first, count = index * window, min(window, total_q - index * window)
-        # A slot without an edge stays empty.
-        partial_lse.fill_(-torch.inf)
-        attend(
-            q,
-            k,
-            v,
-            where.page_table,
-            edges,
-            tasks,
-            counts,
-            claims,
-            partial_out,
-            partial_lse,
-            softmax_scale * LOG2_E,
-            index,
-            num_ctas,
-        )
-        merge(split_out[:, :count], split_lse[:, :count], out[first : first + count], lse[first : first + count])
+        _schedule(self.scheduler, block_indices, at, self.window, parts)
+        return parts
 
 
-def _hybrid_attention(
+@dataclass(frozen=True)
+class Hybrid(Launch):
+    """Blocks that neighbouring queries share on the query side, in the place of the merge; no schedule is given."""
+
+    splitter: Any
+    tile_tokens: int
+    fill: int
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_indices: Tensor,
+        where: Where,
+        schedule: Schedule | None,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        assert schedule is None
+        at = _dispatch.place(where, q.shape[0], k.shape[0], self.block_size, q.device)
+        rest, rest_counts, shared, shared_counts, last_rows = _split(
+            self.splitter, block_indices, at, self.tile_tokens, self.fill
+        )
+        edges, tasks, counts = self.schedule(rest, at)
+        partial_out, partial_lse = _dispatch.partials(workspace, q, self.window, block_indices.shape[2])
+        windows = edges.shape[0]
+        claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
+        own = (edges, tasks, counts, claims, partial_out, partial_lse)
+        merged = (shared, shared_counts, rest_counts, last_rows, partial_out, partial_lse, out, lse)
+        for index in range(windows):
+            self.attender(q, k, v, at.page_table, *own, self.scale_log2, index, self.num_sms)
+            self.merger(q, k, v, at.page_table, *merged, self.scale_log2, index, CTAS_PER_SM * self.num_sms)
+
+
+def prepare(
     facts: CallFacts,
     backend: str,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     block_indices: Tensor,
-    where: Place,
     *,
+    num_requests: int,
     block_size: int,
     softmax_scale: float,
     longest_k: int,
-    workspace: Tensor | None,
+    schedule_window: int | None,
     workspace_bytes: int,
-    tile_tokens: int,
     out: Tensor,
-    lse: Tensor,
-) -> None:
-    attend = _find(facts, backend, "sparse_attention", facts.variant)
-    merge = _find(facts, backend, "shared_attention", facts.variant)
+) -> Launch:
+    """Find the kernels of a call. Raises ValueError when the workspace is too small."""
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads, _, topk = block_indices.shape
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    num_ctas = CTAS_PER_SM * num_sms
     most = workspace_bytes // bytes_per_query(topk, num_q_heads, head_dim)
-    window = even_window(total_q, most, tile_tokens, num_kv_heads, num_ctas)
-    rest, rest_counts, shared, shared_counts, last_rows = split_selection(
-        facts, block_indices, where, block_size=block_size, tile_tokens=tile_tokens, fill=FILL
-    )
-    edges, tasks, counts = allocate_schedule(
-        rest,
-        num_requests=where.cu_seqlens_q.shape[0] - 1,
-        max_seqlen_k=longest_k,
-        block_size=block_size,
-        window=window,
-    )
-    schedule_parts = {"edges": edges, "tasks": tasks, "counts": counts}
-    build_schedule(facts, rest, where, block_size=block_size, window=window, backend=backend, **schedule_parts)
-    partial_out, partial_lse = _dispatch.partials(workspace, q, window, topk)
-    windows = edges.shape[0]
-    claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
-    for index in range(windows):
-        common = (partial_out, partial_lse, softmax_scale * LOG2_E, index)
-        attend(q, k, v, where.page_table, edges, tasks, counts, claims, *common, num_sms)
-        merge(
-            q,
-            k,
-            v,
-            where.page_table,
-            shared,
-            shared_counts,
-            rest_counts,
-            last_rows,
-            partial_out,
-            partial_lse,
-            out,
-            lse,
-            softmax_scale * LOG2_E,
-            index,
-            num_ctas,
-        )
+    given = schedule_window is not None
+    scheduler = None if given else _find(facts, backend, "build_schedule", {"block_size": block_size})
+    attender = _find(facts, backend, "sparse_attention", facts.variant)
+    sizes = (num_requests, longest_k, block_size, softmax_scale * LOG2_E)
+    tile_tokens = TILE_ROWS // max(num_q_heads // num_kv_heads, LEAST_ROWS)
+    shares = HYBRID and not given and most >= tile_tokens and _dispatch.aligned(out)
+    if shares and _serves(facts, backend, "shared_attention"):
+        merger = _find(facts, backend, "shared_attention", facts.variant)
+        window = even_window(total_q, most, tile_tokens, num_kv_heads, CTAS_PER_SM * num_sms)
+        splitter = _find_splitter(facts, block_size, tile_tokens)
+        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL)
+    least = 1 if schedule_window is None else schedule_window
+    if most < least:
+        wanted = least * bytes_per_query(topk, num_q_heads, head_dim)
+        wanted_text = f"at least {wanted} for a window of {least} queries"
+        _validate.refuse("workspace", f"{workspace_bytes} bytes", wanted_text)
+    merger = _find(facts, backend, "combine", {"head_dim": head_dim})
+    window = window_for(total_q, most) if schedule_window is None else schedule_window
+    return Launch(scheduler, attender, merger, *sizes, window, num_sms)
 
 
 def split_selection(
     facts: CallFacts, block_indices: Tensor, where: Place, *, block_size: int, tile_tokens: int, fill: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Split:
     """Rest [Hkv, T, k] and its counts [Hkv, T], shared blocks [Hkv, tiles, 4 k // 3, 2] and their counts [Hkv, tiles],
     and the row of the last key that each query sees [T].
     """
+    return _split(_find_splitter(facts, block_size, tile_tokens), block_indices, where, tile_tokens, fill)
+
+
+def _find_splitter(facts: CallFacts, block_size: int, tile_tokens: int) -> Any:
+    return _find(facts, "auto", "split_selection", {"block_size": block_size, "tile_tokens": tile_tokens})
+
+
+def _split(kernel: Any, block_indices: Tensor, where: Place, tile_tokens: int, fill: int) -> Split:
     num_kv_heads, total_q, topk = block_indices.shape
     tiles = (total_q + tile_tokens - 1) // tile_tokens
     outputs = (
@@ -297,7 +287,6 @@ def split_selection(
         block_indices.new_empty((num_kv_heads, tiles)),
         block_indices.new_empty((total_q,)),
     )
-    kernel = _find(facts, "auto", "split_selection", {"block_size": block_size, "tile_tokens": tile_tokens})
     kernel(
         block_indices,
         where.cu_seqlens_q,
@@ -348,8 +337,3 @@ def _serves(facts: CallFacts, backend: str, op: str) -> bool:
 def _features_of(facts: CallFacts, op: str) -> frozenset[str]:
     # The features of an attention call are about q, k and v; the schedule and the partial results are our own.
     return facts.features if op in (facts.op, "shared_attention") else frozenset()
-
-
-def _refuse_workspace(came: int, queries: int, topk: int, num_q_heads: int, head_dim: int) -> None:
-    wanted = queries * bytes_per_query(topk, num_q_heads, head_dim)
-    _validate.refuse("workspace", f"{came} bytes", f"at least {wanted} for a window of {queries} queries")

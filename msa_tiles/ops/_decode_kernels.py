@@ -84,76 +84,95 @@ def score(kernel: Any, idx_q: Tensor, idx_k: Tensor, at: Place, causal: bool, ou
     )
 
 
-def sparse_decode(
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention ready to run on tensors of certain shapes, in as many splits as pay and fit the workspace."""
+
+    attender: Any
+    merger: Any
+    splits: int
+    scale_log2: float
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_indices: Tensor,
+        where: Where,
+        schedule: None,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Fill out and lse."""
+        at = place(where, q.shape[0], k.shape[0], q.device)
+        self.attend(q, k, v, block_indices, at, None, (0, 0), workspace, out, lse)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_indices: Tensor,
+        at: Place,
+        scores: Tensor | None,
+        forced: tuple[int, int],
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """With ``scores`` [Hi, T, NB] the kernel chooses the ids first, with ``forced`` = (init, local) blocks, and
+        writes them to ``block_indices``.
+        """
+        if self.splits == 1:
+            partial_out, partial_lse = out[None], lse[None]
+        else:
+            partial_out, partial_lse = _dispatch.partials(workspace, q, self.splits, q.shape[0])
+        self.attender(
+            q,
+            k,
+            v,
+            at.page_table,
+            block_indices,
+            at.cu_seqlens_q,
+            at.cu_seqlens_k,
+            at.seqused_k,
+            at.q_positions,
+            partial_lse if scores is None else scores,
+            partial_out,
+            partial_lse,
+            self.scale_log2,
+            at.use_seqused,
+            at.use_positions,
+            *forced,
+        )
+        if self.splits > 1:
+            self.merger(partial_out, partial_lse, out, lse)
+
+
+def prepare(
     facts: CallFacts,
     backend: str,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     block_indices: Tensor,
-    where: Where,
     *,
-    block_size: int,
     softmax_scale: float,
-    schedule: None,
-    workspace: Tensor | None,
     workspace_bytes: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Fill out and lse."""
-    kernel = _find(facts, backend, "sparse_decode", facts.variant)
-    merge = _find(facts, backend, "combine", {"head_dim": q.shape[2]})
-    at = place(where, q.shape[0], k.shape[0], q.device)
-    attend(kernel, merge, q, k, v, block_indices, at, None, (0, 0), softmax_scale, workspace, workspace_bytes, out, lse)
+    **rest: Any,
+) -> Attention:
+    """What runs a call of sparse_decode; of the arguments of an attention call it needs these."""
+    num_kv_heads, _, topk = block_indices.shape
+    return _prepare_attention(facts, backend, q, splits_for(q, num_kv_heads, topk, workspace_bytes), softmax_scale)
 
 
-def attend(
-    kernel: Any,
-    merge: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    at: Place,
-    scores: Tensor | None,
-    forced: tuple[int, int],
-    softmax_scale: float,
-    workspace: Tensor | None,
-    workspace_bytes: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attention in as many splits as pay and fit the workspace, then their merge.
-
-    With ``scores`` [Hi, T, NB] the kernel chooses the ids first, with ``forced`` = (init, local) blocks, and writes
-    them to ``block_indices``.
-    """
-    splits = splits_for(q, block_indices.shape[0], block_indices.shape[2], workspace_bytes)
-    if splits == 1:
-        partial_out, partial_lse = out[None], lse[None]
-    else:
-        partial_out, partial_lse = _dispatch.partials(workspace, q, splits, q.shape[0])
-    kernel(
-        q,
-        k,
-        v,
-        at.page_table,
-        block_indices,
-        at.cu_seqlens_q,
-        at.cu_seqlens_k,
-        at.seqused_k,
-        at.q_positions,
-        lse[None] if scores is None else scores,
-        partial_out,
-        partial_lse,
+def _prepare_attention(facts: CallFacts, backend: str, q: Tensor, splits: int, softmax_scale: float) -> Attention:
+    return Attention(
+        _find(facts, backend, "sparse_decode", facts.variant),
+        _find(facts, backend, "combine", {"head_dim": q.shape[2]}),
+        splits,
         softmax_scale * LOG2_E,
-        at.use_seqused,
-        at.use_positions,
-        *forced,
     )
-    if splits > 1:
-        merge(partial_out, partial_lse, out, lse)
 
 
 def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int) -> int:
@@ -180,15 +199,13 @@ class Step:
     """A decode step ready to run on tensors of certain shapes: scores, attention that begins with the top-k, merge."""
 
     scorer: Any
-    attender: Any
-    merger: Any
+    attention: Attention
     num_blocks: int
     score_bytes: int
     partial_bytes: int
-    softmax_scale: float
     forced: tuple[int, int]
 
-    def run(
+    def __call__(
         self,
         q: Tensor,
         k: Tensor,
@@ -207,16 +224,16 @@ class Step:
             workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
         elif workspace.numel() < total:
             _validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
-        heads, tokens = idx_q.shape[1], q.shape[0]
-        scores = workspace[: 4 * heads * tokens * self.num_blocks].view(torch.float32)
-        scores = scores.view(heads, tokens, self.num_blocks)
-        at = place(where, tokens, k.shape[0], q.device)
+        shape = (idx_q.shape[1], q.shape[0], self.num_blocks)
+        used = 4 * math.prod(shape)
+        # One call for all parts: each takes the host longer than the arithmetic about it.
+        scores, _, partials = workspace.split_with_sizes(
+            (used, self.score_bytes - used, workspace.numel() - self.score_bytes)
+        )
+        scores = scores.view(torch.float32).view(shape)
+        at = place(where, q.shape[0], k.shape[0], q.device)
         score(self.scorer, idx_q, idx_k, at, True, scores)
-        partials = workspace[self.score_bytes : total] if self.partial_bytes else None
-        attend(
-            self.attender, self.merger, q, k, v, block_indices, at, scores, self.forced, self.softmax_scale, partials,
-            self.partial_bytes, out, lse,
-        )  # fmt: skip
+        self.attention.attend(q, k, v, block_indices, at, scores, self.forced, partials, out, lse)
 
 
 def prepare_step(
@@ -235,15 +252,11 @@ def prepare_step(
     """Find the kernels of a step and measure its workspace. ``facts`` are those of sparse_decode."""
     pages = facts.variant["pages_per_block"]
     index = {"head_dim": idx_q.shape[2], "block_size": block_size, "pages_per_block": pages}
-    return Step(
-        _find(facts, backend, "decode_score", index),
-        _find(facts, backend, "sparse_decode", facts.variant),
-        _find(facts, backend, "combine", {"head_dim": q.shape[2]}),
-        num_blocks,
-        *step_bytes(q, idx_q, topk, num_kv_heads, num_blocks),
-        softmax_scale,
-        forced,
-    )
+    scorer = _find(facts, backend, "decode_score", index)
+    score_bytes, partial_bytes = step_bytes(q, idx_q, topk, num_kv_heads, num_blocks)
+    splits = splits_for(q, num_kv_heads, topk, partial_bytes)
+    attention = _prepare_attention(facts, backend, q, splits, softmax_scale)
+    return Step(scorer, attention, num_blocks, score_bytes, partial_bytes, forced)
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:

@@ -92,10 +92,13 @@ def attention_kernels() -> Any:
       uninitialised tensors; it is the fake kernel too, so shapes follow from its arguments (some may be symbolic).
     - ``build_schedule(facts, block_indices, where, *, block_size, window, edges, tasks, counts, backend="auto")``:
       fills the three.
-    - ``sparse_attention(facts, backend, q, k, v, block_indices, where, *, block_size, softmax_scale, longest_k,
-      schedule, workspace, workspace_bytes, out, lse)``: fills ``out`` and ``lse``. ``longest_k`` bounds the keys of a
-      request; ``schedule`` is None or ``(edges, tasks, counts, window)``; ``workspace`` is None or the caller's uint8
-      tensor and ``workspace_bytes`` bounds what partial results take.
+    - ``prepare(facts, backend, q, block_indices, *, num_requests, block_size, softmax_scale, longest_k,
+      schedule_window, workspace_bytes, out) -> launch``: finds the kernels of an attention call. ``longest_k`` bounds
+      the keys of a request, ``workspace_bytes`` what partial results take, and ``schedule_window`` is the window of the
+      schedule that the call brings, or None. ``prepare`` may look at what `_remember.signature` holds and no further:
+      ``launch(q, k, v, block_indices, where, schedule, workspace, out, lse)`` fills ``out`` and ``lse`` of every call
+      of that signature. Here ``where`` is a `Where`, ``schedule`` None or ``(edges, tasks, counts)``, and ``workspace``
+      None or the caller's uint8 tensor.
     - ``combine(facts, backend, partial_out, partial_lse, *, out, lse)``: fills both.
     """
     return importlib.import_module("msa_tiles.ops._attention_kernels")
@@ -166,7 +169,8 @@ def place(where: Where, total_q: int, total_k: int | None, block_size: int, devi
         starts_k = torch.arange(0, (where.num_requests + 1) * span, span, dtype=torch.int32, device=device)
     elif starts_k is None:
         if total_k is not None:
-            starts_k = one_sequence(total_k, device)
+            same = where.cu_seqlens_q is None and total_k == total_q
+            starts_k = starts_q if same else one_sequence(total_k, device)
         elif where.seqused_k is not None:
             starts_k = torch.nn.functional.pad(where.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         else:
@@ -199,8 +203,9 @@ def partials(workspace: Tensor | None, q: Tensor, rows: int, columns: int) -> tu
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
     lse_begin = rows * columns * num_q_heads * head_dim * 2
-    outputs, lses = workspace[:lse_begin].view(q.dtype), workspace[lse_begin:size].view(torch.float32)
-    return outputs.view(rows, columns, num_q_heads, head_dim), lses.view(rows, columns, num_q_heads)
+    outputs, lses, _ = workspace.split_with_sizes((lse_begin, size - lse_begin, workspace.numel() - size))
+    outputs = outputs.view(q.dtype).view(rows, columns, num_q_heads, head_dim)
+    return outputs, lses.view(torch.float32).view(rows, columns, num_q_heads)
 
 
 def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:

@@ -45,11 +45,16 @@ def written(buffers: Sequence[Tensor | None]) -> None:
     increment_version([buffer for buffer in buffers if buffer is not None])
 
 
-def plain(arguments: Sequence[Any]) -> bool:
-    """Is this an eager call on ordinary tensors, without gradients?"""
+def untraced() -> bool:
+    """Does nobody trace or transform what is called now?"""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def plain(arguments: Sequence[Any]) -> bool:
+    """Is this an eager call on ordinary tensors, without gradients?"""
+    if not untraced():
         return False
     recording = torch.is_grad_enabled()
     for value in arguments:

@@ -6,9 +6,9 @@ import functools
 
 from torch import Tensor
 
-from msa_tiles.ops import _library, _shard
+from msa_tiles.ops import _library, _remember, _shard
 from msa_tiles.ops._where import Where
-from msa_tiles.ops.topk_select import SCHEMA, allocate_chosen, launch_topk, run, topk_arguments, write_chosen
+from msa_tiles.ops.topk_select import SCHEMA, Ranking, allocate_chosen, call_topk, prepare_chosen, write_chosen
 
 
 def decode_topk(
@@ -39,24 +39,14 @@ def decode_topk(
     Arguments, result and errors are those of `topk_select`. Up to some thousand rows it is the faster one.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    arguments = topk_arguments(
-        score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks, local_blocks, order, layout,
-        backend,
+    return call_topk(
+        _OPERATOR, _PREPARE, _SEEN, score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks,
+        local_blocks, order, layout, out, backend,
     )  # fmt: skip
-    return run(_OPERATOR, arguments, out)
 
 
+_SEEN: _remember.Remembered[Ranking] = _remember.Remembered()
+_PREPARE = functools.partial(prepare_chosen, "decode_topk", lambda topk, width: {"max_blocks": width}, lambda out: ())
 _OPERATOR = _library.define(
-    "decode_topk",
-    SCHEMA,
-    ("out",),
-    allocate_chosen,
-    _shard.ranking(
-        functools.partial(
-            write_chosen,
-            "decode_topk",
-            lambda topk, width: {"max_blocks": width},
-            functools.partial(launch_topk, lambda out: ()),
-        )
-    ),
+    "decode_topk", SCHEMA, ("out",), allocate_chosen, _shard.ranking(functools.partial(write_chosen, _PREPARE))
 )

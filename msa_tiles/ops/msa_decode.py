@@ -57,10 +57,10 @@ def msa_decode(
     if not (check or workspace is None or out is None or lse is None or block_indices is None):
         tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
         scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
-        call = _remember.signature(tensors, scalars) if _library.plain(tensors) else None
-        step = _STEPS.get(call)
+        call = _remember.signature(tensors, scalars)
+        step = _SEEN.get(call)
         if step is not None:
-            step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
+            step(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
             _library.written(tensors[-4:])
             return (out, lse) if return_lse else out
     score = score_arguments(idx_q, idx_k, where, check, block_size, True, "head_major", None, None, None, backend)
@@ -102,7 +102,7 @@ def msa_decode(
     _OPERATOR.mutating(*arguments, out, lse, block_indices, workspace)
     on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[NUM_BLOCKS])
     if call is not None and on_kernels:
-        _STEPS.keep(call, _prepare(*arguments))
+        _SEEN.keep(call, _prepare(*arguments))
     return (out, lse) if return_lse else out
 
 
@@ -169,7 +169,7 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
         lse.fill_(-torch.inf)
         block_indices.fill_(-1)
         return
-    step.run(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
+    step(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
 
 
 def _empty(q: Tensor, k: Tensor, idx_q: Tensor, where: Where, num_blocks: int) -> bool:
@@ -215,7 +215,7 @@ def _prepare(
     )
 
 
-_STEPS: _remember.Remembered[_decode_kernels.Step] = _remember.Remembered()
+_SEEN: _remember.Remembered[_decode_kernels.Step] = _remember.Remembered()
 _OPERATOR = _library.define(
     "msa_decode",
     f"Tensor q, Tensor k, Tensor v, Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt block_size, "

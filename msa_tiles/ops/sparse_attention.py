@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _gradients, _library, _shard, _training, _validate, _where
+from msa_tiles.ops import (
+    _attention_kernels,
+    _contents,
+    _dispatch,
+    _gradients,
+    _library,
+    _remember,
+    _shard,
+    _training,
+    _validate,
+    _where,
+)
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.schedule import Schedule
 
-if TYPE_CHECKING:
-    from msa_tiles.runtime import CallFacts
-
+# Fills out and lse of a call: (q, k, v, block_indices, where, schedule, workspace, out, lse).
 Launch = Callable[..., None]
+Prepare = Callable[..., Launch | None]
 
 
 def sparse_attention(
@@ -64,14 +74,71 @@ def sparse_attention(
     """
     q, k, v = _training.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    scales = (q_scale, k_scale, v_scale)
+    call = None
+    if out is not None and not check and schedule is None:
+        further = (deterministic, _attention_kernels.HYBRID, _attention_kernels.FILL)
+        call = signature(
+            q, k, v, block_indices, where, block_size, softmax_scale, scales, workspace, out, lse, backend, further
+        )
+        launch = _SEEN.get(call)
+        if launch is not None:
+            return run_again(launch, q, k, v, block_indices, where, workspace, out, lse, return_lse)
     arguments, scratch = attention_arguments(
-        q, k, v, block_indices, where, check, block_size, softmax_scale, (q_scale, k_scale, v_scale), schedule,
-        workspace, backend,
-    )  # fmt: skip
+        q, k, v, block_indices, where, check, block_size, softmax_scale, scales, schedule, workspace, backend
+    )
     if _training.records(q, k, v):
         _training.no_buffers(out=out, lse=lse, workspace=scratch)
-    arguments = (*arguments[:-1], _training.deterministic(deterministic), arguments[-1])
-    return run(_OPERATOR, arguments, scratch, q, out, lse, return_lse)
+    repeats = _training.deterministic(deterministic)
+    result = run(_OPERATOR, (*arguments[:-1], repeats, backend), scratch, q, out, lse, return_lse)
+    if call is not None:
+        _SEEN.keep(call, _PREPARE(*arguments, out))
+    return result
+
+
+def signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    where: Where,
+    block_size: int,
+    softmax_scale: float | None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    workspace: int | Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    backend: str,
+    further: tuple[Hashable, ...] = (),
+) -> Hashable | None:
+    """What a call of sparse attention is known by; None for one that is not remembered."""
+    if where.k_offset is not None:
+        return None
+    scratch, most = (workspace, None) if isinstance(workspace, Tensor) else (None, workspace)
+    tensors = (q, k, v, block_indices, *where.tensors(), *scales, scratch, out, lse)
+    scalars = (where.max_seqlen_q, where.max_seqlen_k, block_size, softmax_scale, most, backend, *further)
+    return _remember.signature(tensors, scalars)
+
+
+def run_again(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    where: Where,
+    workspace: int | Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Launch what was remembered of a call."""
+    scratch = workspace if isinstance(workspace, Tensor) else None
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    launch(q, k, v, block_indices, where, None, scratch, out, lse)
+    _library.written((out, lse, scratch))
+    return (out, lse) if return_lse else out
 
 
 def attention_arguments(
@@ -177,34 +244,25 @@ def allocate_attention(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def write_attention(
+def prepare_attention(
     op: str,
     own_dims: Mapping[str, int],
-    launch: Launch,
+    prepare: Callable[..., Launch],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
     *rest: Any,
-) -> None:
-    """Fill ``out`` and ``lse`` of the arguments: by the reference, or by ``launch`` when no size is 0.
+) -> Launch | None:
+    """What runs the kernels of a validated call, given as the arguments of `SCHEMA` and ``out``.
 
-    ``own_dims`` are compile-time dims that only this operator's kernels have.
+    ``own_dims`` are compile-time dims that only this operator's kernels have. None where kernels have nothing to do: on
+    the reference, and where a size is 0, though a kernel must be there for that call too.
     """
-    place, rest = rest[:8], rest[8:]
-    block_size, scale, edges, tasks, counts, window, workspace_bytes, backend, out, lse, *scratch = rest
-    where = Where(*place)
-    if scratch and scratch[0] is not None:
-        _dispatch.check_alignment("workspace", scratch[0])
+    where = Where(*rest[:8])
+    block_size, scale, edges, _, _, window, workspace_bytes, backend, out = rest[8:]
     if _dispatch.runs_reference(backend, q.device):
-        # A schedule of the kernels is not the reference's: on their device it makes its own.
-        made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None
-        result, result_lse = reference.sparse_attention(
-            q, k, v, block_indices, block_size=block_size, softmax_scale=scale, schedule=made, **where.keywords()
-        )
-        out.copy_(result)
-        lse.copy_(result_lse)
-        return
+        return None
     facts = _dispatch.call_facts(
         op,
         where,
@@ -224,42 +282,51 @@ def write_attention(
     )
     if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
         _dispatch.find_kernel(facts, backend)
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    launch(
+        return None
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
+    return prepare(
         facts,
         backend,
         q,
-        k,
-        v,
         block_indices,
-        where,
+        num_requests=where.num_requests,
         block_size=block_size,
         softmax_scale=scale,
-        schedule=None if edges is None else (edges, tasks, counts, window),
-        workspace=scratch[0] if scratch else None,
+        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
+        schedule_window=None if edges is None else window,
         workspace_bytes=workspace_bytes,
         out=out,
-        lse=lse,
     )
 
 
-def _launch(
-    facts: CallFacts, backend: str, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, where: Where, **rest: Any
-) -> None:
-    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
-    _dispatch.attention_kernels().sparse_attention(
-        facts,
-        backend,
-        q,
-        k,
-        v,
-        block_indices,
-        _dispatch.place(where, q.shape[0], k.shape[0], rest["block_size"], q.device),
-        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
-        **rest,
-    )
+def write_attention(prepare: Prepare, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> None:
+    """Fill ``out`` and ``lse`` of the arguments: by the reference, or by what ``prepare`` finds for the call."""
+    arguments, (out, lse, *scratch) = rest[:16], rest[16:]
+    where = Where(*arguments[:8])
+    block_size, scale, edges, tasks, counts, *_, backend = arguments[8:]
+    workspace = scratch[0] if scratch else None
+    if workspace is not None:
+        _dispatch.check_alignment("workspace", workspace)
+    schedule = None if edges is None else (edges, tasks, counts)
+    if _dispatch.runs_reference(backend, q.device):
+        # A schedule of the kernels is not the reference's: on their device it makes its own.
+        made = schedule if q.device.type != "cuda" else None
+        result, result_lse = reference.sparse_attention(
+            q, k, v, block_indices, block_size=block_size, softmax_scale=scale, schedule=made, **where.keywords()
+        )
+        out.copy_(result)
+        lse.copy_(result_lse)
+        return
+    launch = prepare(q, k, v, block_indices, *arguments, out)
+    if launch is None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    else:
+        launch(q, k, v, block_indices, where, schedule, workspace, out, lse)
+
+
+def _prepare(*arguments: Any, **sizes: Any) -> Launch:
+    return _dispatch.attention_kernels().prepare(*arguments, **sizes)
 
 
 def _write_forward(*arguments: Any) -> None:
@@ -273,7 +340,9 @@ SCHEMA = (
 )
 # Where `deterministic` stands among the arguments of the operator, in front of the backend.
 DETERMINISTIC = 19
-_WRITE = _shard.attention(functools.partial(write_attention, "sparse_attention", {}, _launch))
+_SEEN: _remember.Remembered[Launch] = _remember.Remembered()
+_PREPARE = functools.partial(prepare_attention, "sparse_attention", {}, _prepare)
+_WRITE = _shard.attention(functools.partial(write_attention, _PREPARE))
 _OPERATOR = _library.define(
     "sparse_attention",
     SCHEMA.replace("str backend", "bool deterministic, str backend"),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _shard, _validate, _where
+from msa_tiles.ops import _contents, _dispatch, _library, _remember, _shard, _validate, _where
 from msa_tiles.ops._where import Where
-
-Launch = Callable[..., None]
 
 # Where num_kv_heads stands among the arguments of `SCHEMA`.
 NUM_KV_HEADS = 10
@@ -56,11 +54,56 @@ def topk_select(
     descending scores) or ``local_last`` (init, descending scores, local). ``out`` is the caller's buffer for the ids.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    return call_topk(
+        _OPERATOR, _PREPARE, _SEEN, score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks,
+        local_blocks, order, layout, out, backend,
+    )  # fmt: skip
+
+
+def call_topk(
+    operator: _library.OperatorPair,
+    prepare: Callable[..., Ranking | None],
+    seen: _remember.Remembered[Ranking],
+    score: Tensor,
+    topk: int,
+    where: Where,
+    check: bool,
+    num_kv_heads: int | None,
+    num_valid_blocks: int | Tensor | None,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    order: str,
+    layout: str,
+    out: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """An operator that ranks scores, by what was `seen` of the call or the whole way."""
+    call = None
+    if out is not None and not check and where.k_offset is None:
+        counts, count = (num_valid_blocks, None) if isinstance(num_valid_blocks, Tensor) else (None, num_valid_blocks)
+        scalars = (
+            topk, where.max_seqlen_q, where.max_seqlen_k, num_kv_heads, count, block_size, init_blocks, local_blocks,
+            order, layout, backend,
+        )  # fmt: skip
+        call = _remember.signature((score, *where.tensors(), counts, out), scalars)
+        launch = seen.get(call)
+        if launch is not None:
+            launch(score.transpose(0, 1) if layout == "token_major" else score, where, counts, out)
+            _library.written((out,))
+            return out
     arguments = topk_arguments(
         score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks, local_blocks, order, layout,
         backend,
     )  # fmt: skip
-    return run(_OPERATOR, arguments, out)
+    if out is None:
+        return operator.functional(*arguments)
+    shape = [arguments[NUM_KV_HEADS], arguments[0].shape[1], topk]
+    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, score, "score")
+    operator.mutating(*arguments, out)
+    if call is not None:
+        seen.keep(call, prepare(*arguments, out))
+    return out
 
 
 def topk_arguments(
@@ -115,17 +158,6 @@ def topk_arguments(
     )
 
 
-def run(operator: _library.OperatorPair, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor:
-    """Call the operator, into the caller's buffer where there is one."""
-    if out is None:
-        return operator.functional(*arguments)
-    score, topk, num_kv_heads = arguments[0], arguments[1], arguments[NUM_KV_HEADS]
-    shape = [num_kv_heads, score.shape[1], topk]
-    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, score, "score")
-    operator.mutating(*arguments, out)
-    return out
-
-
 def selection(
     name: str,
     num_heads: int,
@@ -162,16 +194,73 @@ def allocate_chosen(score: Tensor, topk: int, *rest: Any) -> tuple[Tensor, ...]:
     return (allocate_ids(score, num_kv_heads, score.shape[1], topk),)
 
 
-def write_chosen(
-    op: str, variant: Callable[[int, int], dict[str, int]], launch: Launch, score: Tensor, topk: int, *rest: Any
-) -> None:
-    """Fill the last argument: by the reference, or by ``launch`` when there are scores.
+@dataclass(frozen=True)
+class Ranking:
+    """A kernel ready to rank scores of certain shapes; ``lanes`` is what it takes beside what the others do."""
 
-    ``variant(topk, width)`` names the kernel's compile-time dims.
+    kernel: Any
+    block_size: int
+    parameters: tuple[int, ...]
+    lanes: tuple[int, ...]
+
+    def __call__(self, score: Tensor, where: Where, num_valid: Tensor | None, out: Tensor) -> None:
+        at = _dispatch.place(where, score.shape[1], None, self.block_size, score.device)
+        self.kernel(
+            score,
+            at.cu_seqlens_q,
+            at.cu_seqlens_k,
+            at.seqused_k,
+            at.q_positions,
+            at.cu_seqlens_q if num_valid is None else num_valid,
+            out,
+            at.use_seqused,
+            at.use_positions,
+            *self.parameters,
+            *self.lanes,
+        )
+
+
+def prepare_chosen(
+    op: str,
+    variant: Callable[[int, int], dict[str, int]],
+    lanes: Callable[[Tensor], tuple[int, ...]],
+    score: Tensor,
+    topk: int,
+    *rest: Any,
+) -> Ranking | None:
+    """What runs the kernel of a validated call; None on the reference, and where a size is 0.
+
+    ``variant(topk, width)`` names the kernel's compile-time dims, ``lanes(out)`` are the arguments of its own.
     """
-    place, rest = rest[:8], rest[8:]
-    num_kv_heads, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest
-    where = Where(*place)
+    where = Where(*rest[:8])
+    _, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest[8:]
+    if _dispatch.runs_reference(backend, score.device):
+        return None
+    refusals = _dispatch.broken_rules(op, topk=topk, max_blocks=score.shape[2])
+    if score.dtype != torch.float32:
+        refusals = (f"score is {score.dtype}, wanted torch.float32", *refusals)
+    facts = _dispatch.call_facts(
+        op,
+        # Positions play no part when the number of valid blocks is given, and pages never do.
+        _positions_only(where, valid_tensor is not None or valid_number is not None),
+        score.device,
+        "bf16",
+        variant(topk, score.shape[2]),
+        refusals=refusals,
+        queries=score.shape[1],
+    )
+    kernel = _dispatch.find_kernel(facts, backend)
+    if out.numel() == 0 or score.numel() == 0 or where.num_requests == 0:
+        return None
+    mode = 2 if valid_tensor is not None else int(valid_number is not None)
+    counts = (mode, valid_number or 0, block_size, init_blocks, local_blocks, ORDERS[order])
+    return Ranking(kernel, block_size, counts, lanes(out))
+
+
+def write_chosen(prepare: Callable[..., Ranking | None], score: Tensor, topk: int, *rest: Any) -> None:
+    """Fill the last argument: by the reference, or by what ``prepare`` finds for the call."""
+    where = Where(*rest[:8])
+    num_kv_heads, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest[8:]
     if _dispatch.runs_reference(backend, score.device):
         out.copy_(
             reference.topk_select(
@@ -187,55 +276,11 @@ def write_chosen(
             )
         )
         return
-    refusals = _dispatch.broken_rules(op, topk=topk, max_blocks=score.shape[2])
-    if score.dtype != torch.float32:
-        refusals = (f"score is {score.dtype}, wanted torch.float32", *refusals)
-    facts = _dispatch.call_facts(
-        op,
-        # Positions play no part when the number of valid blocks is given, and pages never do.
-        _positions_only(where, valid_tensor is not None or valid_number is not None),
-        score.device,
-        "bf16",
-        variant(topk, score.shape[2]),
-        refusals=refusals,
-        queries=score.shape[1],
-    )
-    kernel = _dispatch.find_kernel(facts, backend)
-    if out.numel() == 0:
-        return
-    if score.numel() == 0 or where.num_requests == 0:
+    launch = prepare(score, topk, *rest)
+    if launch is None:
         out.fill_(-1)
-        return
-    mode = 2 if valid_tensor is not None else int(valid_number is not None)
-    counts = (mode, valid_number or 0, block_size, init_blocks, local_blocks, ORDERS[order])
-    launch(kernel, score, where, block_size, valid_tensor, out, counts)
-
-
-def launch_topk(
-    lanes: Callable[[Tensor], tuple[int, ...]],
-    kernel: Any,
-    score: Tensor,
-    where: Where,
-    block_size: int,
-    num_valid: Tensor | None,
-    out: Tensor,
-    parameters: tuple[int, ...],
-) -> None:
-    """Launch a kernel that ranks scores; ``lanes(out)`` are the arguments that it takes beside those of the others."""
-    at = _dispatch.place(where, score.shape[1], None, block_size, score.device)
-    kernel(
-        score,
-        at.cu_seqlens_q,
-        at.cu_seqlens_k,
-        at.seqused_k,
-        at.q_positions,
-        at.cu_seqlens_q if num_valid is None else num_valid,
-        out,
-        at.use_seqused,
-        at.use_positions,
-        *parameters,
-        *lanes(out),
-    )
+    else:
+        launch(score, where, valid_tensor, out)
 
 
 def _lanes_log2(rows: int) -> int:
@@ -254,17 +299,13 @@ SCHEMA = (
     "SymInt? num_valid_blocks_scalar, SymInt block_size, SymInt init_blocks, SymInt local_blocks, str order, "
     "str backend"
 )
-_OPERATOR = _library.define(
+_SEEN: _remember.Remembered[Ranking] = _remember.Remembered()
+_PREPARE = functools.partial(
+    prepare_chosen,
     "topk_select",
-    SCHEMA,
-    ("out",),
-    allocate_chosen,
-    _shard.ranking(
-        functools.partial(
-            write_chosen,
-            "topk_select",
-            lambda topk, width: {"topk": topk},
-            functools.partial(launch_topk, lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),)),
-        )
-    ),
+    lambda topk, width: {"topk": topk},
+    lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),),
+)
+_OPERATOR = _library.define(
+    "topk_select", SCHEMA, ("out",), allocate_chosen, _shard.ranking(functools.partial(write_chosen, _PREPARE))
 )

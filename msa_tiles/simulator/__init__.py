@@ -29,6 +29,7 @@ What it models
                 such a barrier is an error as soon as its result is used; a result that is dropped may be garbage.
     Proxies     Ordinary stores to shared memory reach TMA and wgmma only after a fence_proxy_async of the warps that
                 stored, and then a barrier.
+    Grids       Tensors that the kernel before still works on are out of bounds for a warp until it passes pdl_sync.
     Memory      Uninitialised shared memory and fragments are errors when read (operands of wgmma are NaN), private
                 variables hold poison. Indices outside a buffer, gaps of strided tensors and misaligned 128-bit
                 accesses are errors. Integers wrap, bfloat16 rounds, fmax and fmin drop NaN as on the device.

@@ -98,6 +98,8 @@ def read(frame: Frame, box: Box, agents: Any) -> np.ndarray:
         memory.may_read()
         memory.use()
         memory.must_be_written(memory.complete or memory.written[box.slices])
+    if isinstance(memory, GlobalMemory):
+        memory.reach(frame)
     return memory.array[box.slices].reshape(box.squeezed)
 
 
@@ -115,6 +117,8 @@ def write(frame: Frame, box: Box, values: np.ndarray, agents: Any) -> None:
     if isinstance(memory, Fragment):
         memory.own(frame)
         memory.may_write()
+    if isinstance(memory, GlobalMemory):
+        memory.reach(frame)
     memory.array[box.slices] = values.reshape(box.extent)
     if isinstance(memory, Fragment):
         memory.mark(box.slices)

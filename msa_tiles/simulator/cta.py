@@ -44,6 +44,8 @@ class Cta:
         self.stores: dict[int, list[Store]] = {}
         self.landing: list[Store] = []
         self.core: TensorCore | None = None
+        # The warps that have passed pdl_sync.
+        self.synced: set[int] = set()
         # The arguments of set_max_nreg of each warp, in order.
         self.registers: list[list[tuple[int, ...]]] = [[] for _ in range(threads // WARP)]
         self._private: list[BufferInfo] = []

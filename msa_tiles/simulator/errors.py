@@ -36,7 +36,7 @@ class BarrierError(SimulationError):
 
 
 class RaceError(SimulationError):
-    """Two accesses of shared or tensor memory that no barrier puts in order."""
+    """Two accesses of shared or tensor memory that no barrier puts in order, or of what the kernel before works on."""
 
 
 class ProxyFenceError(SimulationError):

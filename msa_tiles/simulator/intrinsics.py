@@ -176,6 +176,7 @@ def raw_pointer(compiler: Expressions, node: Any, dtype: Any) -> Callable[[Frame
     def resolve(f: Frame) -> tuple[GlobalMemory, Any]:
         memory = f.cta.memory[key]
         assert isinstance(memory, GlobalMemory)
+        memory.reach(f)
         at = offset(f)
         address = memory.address + np.asarray(at, np.int64) * memory.dtype.itemsize
         wrong = address % VECTOR_BYTES != 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from msa_tiles.simulator import arguments, roles
 from msa_tiles.simulator.barriers import Wait
 from msa_tiles.simulator.cta import Cta
-from msa_tiles.simulator.errors import UnsupportedError
+from msa_tiles.simulator.errors import ArgumentError, UnsupportedError
 from msa_tiles.simulator.expressions import Expressions
 from msa_tiles.simulator.frame import WARP, Frame
 from msa_tiles.simulator.program import Program
@@ -48,6 +48,17 @@ class Kernel:
         for var, value in values.items():
             if var in self.program.variables:
                 self._values[self.program.variables[var]] = value
+
+    def await_tensors(self, names: Collection[str]) -> None:
+        """The kernel before works on these tensors, until pdl_sync returns.
+
+        Raises ArgumentError.
+        """
+        known = {memory.name: memory for memory in self.tensors.values()}
+        for name in names:
+            if name not in known:
+                raise ArgumentError(f"no tensor {name} to wait for; there are {', '.join(known)}")
+            known[name].awaited = True
 
     def run(self, seed: int, late: bool) -> None:
         """Run the whole grid."""
@@ -117,16 +128,19 @@ class Kernel:
         self.program.declare(buffer, scope, shape, arrivals)
 
 
-def simulate(function: Any, *given: Any, seed: int = 0, late: bool = True) -> None:
+def simulate(function: Any, *given: Any, seed: int = 0, late: bool = True, awaited: Collection[str] = ()) -> None:
     """Run a TileLang PrimFunc on the CPU; its output tensors are written in place.
 
     ``given`` are the kernel's arguments: CPU tensors of any strides and numbers. ``seed`` shuffles the order in which
     CTAs, warps and asynchronous work run. Without ``late``, asynchronous work is done at once, which hides missing
-    waits but tells a wrong wait from a wrong formula.
+    waits but tells a wrong wait from a wrong formula. ``awaited`` names the tensors that the kernel before writes or
+    still reads where this one is launched while that one ends: to touch one of them before pdl_sync is an error.
 
     Raises SimulationError, see `errors`.
     """
-    Kernel(function, given).run(seed, late)
+    kernel = Kernel(function, given)
+    kernel.await_tensors(awaited)
+    kernel.run(seed, late)
 
 
 __all__ = ["Kernel", "simulate"]

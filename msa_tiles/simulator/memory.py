@@ -68,19 +68,30 @@ def scatter(array: np.ndarray, where: tuple[np.ndarray, ...], values: np.ndarray
 
 
 class GlobalMemory:
-    """A tensor argument."""
+    """A tensor argument. ``awaited``: the kernel before works on it until pdl_sync returns."""
 
     def __init__(self, name: str, array: np.ndarray, address: int) -> None:
         self.name, self.array, self.shape, self.dtype = name, array, array.shape, array.dtype
         self.address = address
+        self.awaited = False
         self._places: np.ndarray | None = None
 
+    def reach(self, frame: Frame) -> None:
+        """The threads of a frame are about to access the tensor.
+
+        Raises RaceError.
+        """
+        if self.awaited and not frame.cta.synced.issuperset(frame.warps.tolist()):
+            raise RaceError(f"{self.name}: accessed before pdl_sync, and the kernel before may not be done with it")
+
     def load(self, frame: Frame, index: Index) -> Any:
+        self.reach(frame)
         checked, same = inside(frame, index, self.shape, self.name)
         value = self.array[tuple(checked)]
         return scalar(value) if same else value
 
     def store(self, frame: Frame, index: Index, value: Any) -> None:
+        self.reach(frame)
         checked, same = inside(frame, index, self.shape, self.name)
         if same and not isinstance(value, np.ndarray):
             self.array[tuple(checked)] = value

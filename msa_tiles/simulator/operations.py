@@ -206,8 +206,13 @@ def _fence(compiler: Expressions, node: Any) -> Built:
     return run, False, False
 
 
-def _between_grids(compiler: Expressions, node: Any) -> Built:
-    """pdl_sync and pdl_trigger order one grid after another: one grid alone has nothing to wait for."""
+def _pdl_sync(compiler: Expressions, node: Any) -> Built:
+    """The grid before is always over; what counts is who knows it."""
+    return lambda f: f.cta.synced.update(f.whole_warps("pdl_sync").tolist()), False, True
+
+
+def _pdl_trigger(compiler: Expressions, node: Any) -> Built:
+    """The next grid may start, which a simulation of one grid does not show."""
     return lambda f: None, False, False
 
 
@@ -255,6 +260,6 @@ _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
     "tl.stg128": _store_128,
-    "tl.pdl_sync": _between_grids,
-    "tl.pdl_trigger": _between_grids,
+    "tl.pdl_sync": _pdl_sync,
+    "tl.pdl_trigger": _pdl_trigger,
 }

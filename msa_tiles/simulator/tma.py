@@ -110,6 +110,7 @@ def _issue(frame: Frame, outer: Box, inner: Box) -> tuple[int, np.ndarray]:
         raise UnsupportedError(f"tma_copy between boxes {outer.extent} and {inner.extent} of different shape or type")
     frame.whole_warps("tma_copy")
     memory = outer.memory
+    memory.reach(frame)
     steps = [abs(s) for s, n in zip(memory.array.strides[:-1], memory.shape[:-1], strict=True) if n > 1]
     if memory.address % ALIGNMENT or any(step % ALIGNMENT for step in steps):
         raise UnsupportedError(f"{memory.name}: TMA wants addresses and strides in multiples of {ALIGNMENT} bytes")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import math
 import types
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from msa_tiles import paths, reference, runtime
-from msa_tiles.ops import _decode_kernels, _dispatch, _remember
+from msa_tiles.ops import _decode_kernels, _dispatch
 
 SMS = 4
 LOG2_E = math.log2(math.e)
@@ -146,6 +145,4 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(_decode_kernels, "num_sms", lambda index: SMS)
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
-    # What was remembered of other tests are kernels of theirs.
-    monkeypatch.setattr(importlib.import_module("msa_tiles.ops.msa_decode"), "_STEPS", _remember.Remembered())
     return seen

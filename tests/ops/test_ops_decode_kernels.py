@@ -259,7 +259,7 @@ class Fresh(TorchDispatchMode):
 def fresh(monkeypatch, op, arguments):
     """The torch operators of one call that allocate."""
     # A dispatch mode sends calls to the registered operator, whose inside it does not see.
-    monkeypatch.setattr(_library, "plain", lambda arguments: True)
+    monkeypatch.setattr(_library, "untraced", lambda: True)
     with Fresh() as mode:
         OPERATORS[op](**arguments)
     monkeypatch.undo()

@@ -6,121 +6,14 @@ wrong result.
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from ops.calls import BLOCK, OPERATORS, call, tensors
+from ops.kernel_stand_ins import STAND_INS
 
-from msa_tiles import ops, reference
+from msa_tiles import ops
 from msa_tiles.ops import _attention_kernels, _dispatch
 from msa_tiles.runtime.registry import default_registry
-
-
-def where_of(at: _dispatch.Place, block_size: int, pages_per_block: int = 0):
-    """The reference's arguments for what a kernel is told, read as a kernel reads it."""
-    where = {"cu_seqlens_q": at.cu_seqlens_q, "cu_seqlens_k": at.cu_seqlens_k}
-    if at.use_seqused:
-        where["seqused_k"] = at.seqused_k
-    if at.use_positions:
-        where["q_positions"] = at.q_positions
-    if pages_per_block:
-        span = at.page_table.shape[1] * block_size
-        assert at.cu_seqlens_k.tolist() == [span * request for request in range(len(at.page_table) + 1)]
-        where |= {"cu_seqlens_k": None, "page_table": at.page_table}
-    return where
-
-
-def index_score(
-    variant, idx_q, idx_k, table, starts_q, starts_k, used, positions, out, use_seqused, use_positions, causal
-):
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
-    parameters = {"block_size": variant["block_size"], "causal": bool(causal), "num_blocks": out.shape[2]}
-    where = where_of(at, variant["block_size"], variant["pages_per_block"])
-    out.copy_(reference.index_score(idx_q, idx_k, **parameters, **where))
-
-
-def topk_select(
-    variant, score, starts_q, starts_k, used, positions, num_valid, out, use_seqused, use_positions, mode, scalar,
-    block_size, init, local, order, lanes_log2,
-):  # fmt: skip
-    assert 0 <= lanes_log2 <= 5
-    valid = {0: None, 1: scalar, 2: num_valid}[mode]
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, starts_q[None], positions, use_positions)
-    names = {"block_size": block_size, "init_blocks": init, "local_blocks": local, "num_valid_blocks": valid}
-    heads = out.shape[0]
-    order = ("ascending", "score", "local_last")[order]
-    where = where_of(at, block_size)
-    out.copy_(reference.topk_select(score, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
-
-
-def select_blocks(
-    variant,
-    idx_q,
-    idx_k,
-    table,
-    starts_q,
-    starts_k,
-    used,
-    positions,
-    out,
-    use_seqused,
-    use_positions,
-    init,
-    local,
-    order,
-):
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
-    names = {"block_size": variant["block_size"], "init_blocks": init, "local_blocks": local}
-    heads = idx_q.shape[1] // variant["heads_per_group"]
-    order = ("ascending", "score", "local_last")[order]
-    where = where_of(at, variant["block_size"], variant["pages_per_block"])
-    out.copy_(reference.select_blocks(idx_q, idx_k, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
-
-
-class Attention(types.ModuleType):
-    """Stands in for the module of the attention kernels."""
-
-    def build_schedule(self, facts, ids, at, *, block_size, window, backend, **parts):
-        made = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
-        for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
-            parts[name].copy_(part)
-
-    def sparse_attention(
-        self, facts, backend, q, k, v, ids, at, *, block_size, softmax_scale, longest_k, schedule, workspace,
-        workspace_bytes, out, lse,
-    ):  # fmt: skip
-        where = where_of(at, block_size, facts.variant["pages_per_block"])
-        assert (at.seqused_k if at.use_seqused else at.cu_seqlens_k.diff()).max() <= longest_k
-        made = None if schedule is None else schedule[:3]
-        parameters = {"block_size": block_size, "softmax_scale": softmax_scale, "schedule": made}
-        result = reference.sparse_attention(q, k, v, ids, **parameters, **where)
-        out.copy_(result[0])
-        lse.copy_(result[1])
-        self.seen = (facts, schedule, workspace, workspace_bytes)
-
-    def combine(self, facts, backend, partial_out, partial_lse, *, out, lse):
-        result = reference.combine(partial_out, partial_lse)
-        out.copy_(result[0])
-        lse.copy_(result[1])
-        self.seen = facts
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Route CPU tensors to the stand-ins; what they were found by."""
-    found = []
-    attention = Attention("attention")
-
-    def find_kernel(facts, backend):
-        found.append((facts, backend))
-        stand_in = globals()[facts.op] if facts.op in ("index_score", "topk_select", "select_blocks") else None
-        return lambda *args: stand_in(facts.variant, *args)
-
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
-    monkeypatch.setattr(_dispatch, "attention_kernels", lambda: attention)
-    return types.SimpleNamespace(found=found, attention=attention)
 
 
 def places():
@@ -188,7 +81,7 @@ def test_facts_of_a_call(kernels):
 
 
 def test_features_that_a_call_needs(kernels, monkeypatch):
-    monkeypatch.setitem(globals(), "select_blocks", lambda variant, *args: None)
+    monkeypatch.setitem(STAND_INS, "select_blocks", lambda variant, *args: None)
     arguments = call("select_blocks")
     positions = torch.arange(11, dtype=torch.int32)
     ops.select_blocks(**arguments | {"q_positions": positions, "k_offset": torch.zeros(3, dtype=torch.int32)})
@@ -263,14 +156,14 @@ def test_rules_of_the_specs_become_refusals(kernels):
 def test_attention_gets_schedule_and_workspace(kernels):
     arguments = call("sparse_attention")
     ops.sparse_attention(**arguments)
-    facts, schedule, workspace, size = kernels.attention.seen
+    facts, schedule, _, workspace, size = kernels.attention.seen
     assert facts.variant == {"head_dim": 16, "block_size": BLOCK, "group": 2, "pages_per_block": 0}
     assert schedule is None and workspace is None and size == 1 << 30
     scratch, made = torch.empty(128, dtype=torch.uint8), ops.build_schedule(**call("build_schedule"))
     found = ops.sparse_attention(**arguments, schedule=made, workspace=scratch)
-    _, schedule, workspace, size = kernels.attention.seen
+    _, schedule, window, workspace, size = kernels.attention.seen
     assert workspace.data_ptr() == scratch.data_ptr() and size == 128
-    assert torch.equal(schedule[0], made.edges) and schedule[3] == made.window
+    assert torch.equal(schedule[0], made.edges) and window == made.window
     torch.testing.assert_close(found, ops.sparse_attention(**arguments, backend="reference"), rtol=0, atol=0)
 
 
@@ -292,7 +185,7 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
         return refuse
 
     monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
-    for name in ("sparse_attention", "combine", "build_schedule"):
+    for name in ("prepare", "combine", "build_schedule"):
         monkeypatch.setattr(kernels.attention, name, refuse, raising=False)
     data = tensors()
     ids = torch.zeros(2, 11, 3, dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ops.calls import BLOCK
-from ops.test_ops_kernels import where_of
+from ops.kernel_stand_ins import where_of
 from ops.test_ops_training import gradients, module, same
 from ops.training_calls import call, place, tensors
 from reference.batches import batches, selections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,16 @@ class Call:
         at = _dispatch.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
         return at, stored if flat else (), options
 
-    def run(self, op: str, variant: Mapping[str, int], *arguments: Any, precision: str = "bf16") -> None:
-        simulate(kernel(op, precision, self.target, **variant), *arguments, seed=self.seed, late=self.late)
+    def run(
+        self,
+        op: str,
+        variant: Mapping[str, int],
+        *arguments: Any,
+        precision: str = "bf16",
+        awaited: Collection[str] = (),
+    ) -> None:
+        function = kernel(op, precision, self.target, **variant)
+        simulate(function, *arguments, seed=self.seed, late=self.late, awaited=awaited)
 
 
 def name_of(cell: Cell) -> str:

@@ -15,6 +15,8 @@ from msa_tiles.verify import compare
 from msa_tiles.verify.hybrid import defined_parts
 from msa_tiles.verify.inputs import POISON_INT, spread
 
+# What shared_attention may not touch while the window's sparse_attention ends.
+AWAITED = ("partial_out", "partial_lse", "out", "lse")
 Split = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -108,7 +110,7 @@ def shared_attention(
         )  # fmt: skip
         call.run(
             "shared_attention", variant, *keys, shared, shared_counts, rest_counts, last_rows, partial_out, partial_lse,
-            out.view, lse, *common,
+            out.view, lse, *common, awaited=AWAITED,
         )  # fmt: skip
     out.check_gaps("out")
     wanted, wanted_lse = reference.sparse_attention(

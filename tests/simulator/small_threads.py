@@ -199,6 +199,25 @@ def pairs():
     return main
 
 
+def handover():
+    """Two warps, each of which waits for the kernel before; the weights were there already."""
+
+    @T.prim_func
+    def main(x: T.Tensor((64,), "float32"), weights: T.Tensor((64,), "float32"), out: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            weight = T.alloc_var("float32")
+            tx = T.get_thread_binding()
+            weight = weights[tx]
+            if tx < 32:
+                T.pdl_sync()
+                out[tx] = weight * x[tx]
+            else:
+                T.pdl_sync()
+                out[tx] = weight + x[tx]
+
+    return main
+
+
 def wide():
     """128-bit copies of rows."""
     rows, row_stride, out_stride = T.dynamic("rows, row_stride, out_stride")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_calls
+import simulated_hybrid
 import torch
 from simulated_calls import Call, kernel
 
@@ -13,11 +17,13 @@ from msa_tiles import reference
 from msa_tiles.ops import _attention_kernels, _dispatch
 from msa_tiles.ops._where import Where
 from msa_tiles.runtime import CallFacts
-from msa_tiles.simulator import simulate
+from msa_tiles.runtime.registry import default_registry
+from msa_tiles.simulator import RaceError, simulate
 from msa_tiles.verify import compare
 from msa_tiles.verify.hybrid import hybrid
 
 CPU = torch.device("cpu")
+CELLS = default_registry().of("shared_attention")
 
 
 def test_windows_fill_the_ctas() -> None:
@@ -28,6 +34,33 @@ def test_windows_fill_the_ctas() -> None:
     for total, most, tile, heads in ((32768, 4033, 4, 4), (131072, 4033, 4, 1), (9, 12, 8, 3), (77, 8, 8, 2)):
         window = _attention_kernels.even_window(total, most, tile, heads, 264)
         assert window % tile == 0 and 0 < window <= most
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_each_role_waits_for_the_partial_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: int) -> None:
+    cell = next(cell for cell in CELLS if cell.dsl == "tilelang")
+    wait = " " * 20 + "if round == 0:\n" + " " * 24 + "T.pdl_sync()\n"
+    parts = cell.file.read_text().split(wait)
+    assert len(parts) == 3
+    file = tmp_path / "shared_attention.py"
+    file.write_text(wait.join([parts[0] + parts[1], parts[2]] if role == 0 else [parts[0], parts[1] + parts[2]]))
+    function = dataclasses.replace(cell, file=file).function
+    real = simulated_calls.kernel
+
+    def kernel(op: str, precision: str, target: str, **variant: int) -> Any:
+        return function(**variant) if op == "shared_attention" else real(op, precision, target, **variant)
+
+    monkeypatch.setattr(simulated_calls, "kernel", kernel)
+    with pytest.raises(RaceError, match="accessed before pdl_sync"):
+        simulated_hybrid.shared_attention(Call([(40, 90)], seed=1), head_dim=64, block_size=64, group=8, topk=2)
+
+
+def test_the_kernel_before_shared_attention_begins_when_all_is_there() -> None:
+    # shared_attention waits for that kernel alone and reads what earlier ones wrote before it waits.
+    for cell in default_registry().of("sparse_attention"):
+        if cell.target in {shared.target for shared in CELLS}:
+            text = cell.file.read_text()
+            assert "pdl" not in text and "griddepcontrol" not in text, cell.id
 
 
 @pytest.mark.parametrize("pages_per_block", [0, 2])
@@ -51,29 +84,26 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
     q = call.tensor(call.total_q, heads * group, dim)
     flat = call.tensor(call.total_k, heads, dim), call.tensor(call.total_k, heads, dim)
-    at, (k, v), where = call.place(block_size, *flat)
+    _, (k, v), where = call.place(block_size, *flat)
     ids = call.source.selection(call.lengths, heads, topk, block_size, True)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
     facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
     with hybrid(True, fill=1):
-        _attention_kernels.sparse_attention(
+        launch = _attention_kernels.prepare(
             facts,
             "auto",
             q,
-            k,
-            v,
             ids,
-            at,
+            num_requests=4,
             block_size=block_size,
             softmax_scale=0.2,
             longest_k=200,
-            schedule=None,
-            workspace=None,
+            schedule_window=None,
             workspace_bytes=40 * _attention_kernels.bytes_per_query(topk, heads * group, dim),
             out=out,
-            lse=lse,
         )
+    launch(q, k, v, ids, Where.of(**where), None, None, out, lse)
     assert launched == ["split_selection", "build_schedule", *["sparse_attention", "shared_attention"] * 2]
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where

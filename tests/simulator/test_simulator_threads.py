@@ -13,6 +13,7 @@ from planting import planted
 from torch import Tensor
 
 from msa_tiles.simulator import (
+    ArgumentError,
     DeadlockError,
     DivergenceError,
     OutOfBoundsError,
@@ -205,6 +206,25 @@ def test_named_barriers_of_some_warps(build: Any) -> None:
         assert out.tolist() == [4, 2, 4, 4]
     with pytest.raises((DeadlockError, RaceError)):
         simulate(build("pairs"), torch.tensor([1, 0, 0, 0], dtype=torch.int32), out)
+
+
+WAIT = "T.pdl_sync()\n                "
+
+
+def test_what_the_kernel_before_works_on_is_awaited_by_every_warp(build: Any) -> None:
+    x, weights, out = real(64), real(64) + 1, torch.full((64,), torch.nan)
+    simulate(build("handover"), x, weights, out, awaited=["x", "out"])
+    assert torch.equal(out, torch.cat([weights[:32] * x[:32], weights[32:] + x[32:]]))
+    for first in (f"{WAIT}out[tx] = weight *", f"{WAIT}out[tx] = weight +"):
+        kernel = build("handover", (first, first.removeprefix(WAIT)))
+        simulate(kernel, x, weights, out)
+        for tensor in ("x", "out"):
+            with pytest.raises(RaceError, match=f"{tensor}: accessed before pdl_sync"):
+                simulate(kernel, x, weights, out, awaited=[tensor])
+    with pytest.raises(RaceError, match="weights: accessed before pdl_sync"):
+        simulate(build("handover"), x, weights, out, awaited=["weights"])
+    with pytest.raises(ArgumentError, match="no tensor y"):
+        simulate(build("handover"), x, weights, out, awaited=["y"])
 
 
 def test_wide_accesses_respect_strides_alignment_and_gaps(build: Any) -> None:

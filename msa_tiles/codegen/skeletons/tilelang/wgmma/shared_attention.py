@@ -27,6 +27,10 @@ other one multiplies.
 
 The maximum of a row starts as the largest LSE of its slots, so that the merge never rescales O.
 
+Launched while the kernel before ends (programmatic dependent launch). That is the window's sparse_attention, which
+itself began when everything before it was there: only its partial results are waited for, by each role before it first
+reads them, and nothing is written before. Q, keys and values of a CTA's first tile are on their way meanwhile.
+
 The fields of the `shared` words are those that the split_selection kernel documents.
 """
 
@@ -177,6 +181,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         r * rows_per_query : r * rows_per_query + group, half * 64 : half * 64 + 64
                                     ],
                                     barrier=q_full,
+                                    eviction_policy="evict_first",
                                 )
                         T.barrier_arrive(q_full)
                         q_phase = q_phase ^ 1
@@ -194,6 +199,8 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         )
                         T.barrier_arrive(full[at[0]])
                         advance(at)
+                    if round == 0:
+                        T.pdl_sync()
                     for m in T.serial(T.ceildiv(most, parts)):
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
                         for part in T.unroll(parts):
@@ -263,6 +270,8 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             i % rows_per_query < group, tile_shared[round % TILES, 2 + i // rows_per_query], 0
                         )
                         row_max[i] = LOWEST
+                    if round == 0:
+                        T.pdl_sync()
                     for s in T.serial(T.ceildiv(most, AHEAD)):
                         for u in T.unroll(AHEAD):
                             for i in T.Parallel(ROWS):
@@ -394,6 +403,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         head * group : head * group + group,
                                         half * 64 : half * 64 + 64,
                                     ],
+                                    eviction_policy="evict_first",
                                 )
                 T.tma_store_wait(0)
 
