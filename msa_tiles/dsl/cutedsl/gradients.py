@@ -17,6 +17,7 @@ from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 PAIR_BYTES = 8
+HALF = 8  # keys between the two of a lane
 HIGH = -(1 << 16)  # the upper of two bfloat16
 
 
@@ -37,10 +38,19 @@ def turned_product(element, columns):
     return first, rest
 
 
-def turned(tiles, rows, columns, count):
-    """Tiles in shared memory of [columns, rows, tile] as those of [rows, columns, tile]: rows lie beside each other."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, tiles.element_type)
-    layout = cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+def turned_layout(element, rows, columns, count, panels_apart):
+    """Tiles of [columns, rows, tile] in shared memory as those of [rows, columns, tile]: rows lie beside each other.
+
+    Panels of 64 rows are far apart, as those of a block of keys, or beside each other, as those of gathered rows.
+    """
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, element)
+    order = (1, 0, 2) if panels_apart else (0, 1, 2)
+    return cute.tile_to_shape(atom, (rows, columns, count), order=order)
+
+
+def turned(tiles, *shape, panels_apart=False):
+    """A view of tiles in shared memory; see `turned_layout`."""
+    layout = turned_layout(tiles.element_type, *shape, panels_apart)
     return cute.make_tensor(tiles.iterator, layout.outer)
 
 
@@ -60,7 +70,7 @@ def probabilities(
                 shifted = scores[(column, half, j), 0, 0] * scale_log2 - row_lse[column, j]
                 weight = cute.math.exp2(shifted, fastmath=True)
                 if cutlass.const_expr(rooms is not None):
-                    weight = choose(rooms[j] >= 8 * half, weight, Float32(0.0))
+                    weight = choose(rooms[j] >= HALF * half, weight, Float32(0.0))
                 pair.append(weight)
             rounded[2 * j + half] = round_pair(pair[0], pair[1])
 
@@ -97,7 +107,7 @@ def load_sums(sums: cute.Tensor, first: Int32, valid: Int32, tile: cute.Tensor):
     `first` and `valid` count from the row where sums begins.
     """
     for half in cutlass.range_constexpr(2):
-        key = first + 8 * half
+        key = first + HALF * half
         held = tile[(None, half, None), 0, 0]
         if key < valid:
             cute.autovec_copy(pairs(sums, key), held)
@@ -109,7 +119,7 @@ def load_sums(sums: cute.Tensor, first: Int32, valid: Int32, tile: cute.Tensor):
 def store_sums(tile: cute.Tensor, sums: cute.Tensor, first: Int32, valid: Int32):
     """The way back of `load_sums`; rows from `valid` on stay as they are."""
     for half in cutlass.range_constexpr(2):
-        key = first + 8 * half
+        key = first + HALF * half
         if key < valid:
             cute.autovec_copy(tile[(None, half, None), 0, 0], pairs(sums, key))
 

@@ -428,8 +428,9 @@ class SparseAttentionBackward:
                     lower_lse, lower_delta = self.row_at(rows, edge, 1, first_token, head)
                     cute.arch.mbarrier_wait(shared.free + slot, phase)
                     for half in cutlass.range_constexpr(2):
-                        shared.lse[lane % 2, lane // 2 % 4, lane // 8 + 4 * half, slot] = lses[half]
-                        shared.delta[lane % 2, lane // 2 % 4, lane // 8 + 4 * half, slot] = deltas[half]
+                        row = lane + WARP * half
+                        shared.lse[row % 2, row // 2 % 4, row // 8, slot] = lses[half]
+                        shared.delta[row % 2, row // 2 % 4, row // 8, slot] = deltas[half]
                     if lane < self.queries:
                         shared.edges[slot, lane] = current
                         if current >= 0:
@@ -555,7 +556,7 @@ class SparseAttentionBackward:
             for block in (shared.keys, shared.values)
         )
         by_row = [gradients.turned(x, self.head_dim, ROWS, STAGES) for x in (shared.queries, shared.outputs)]
-        by_key = gradients.turned(shared.keys, self.head_dim, self.block_size, 1)
+        by_key = gradients.turned(shared.keys, self.head_dim, self.block_size, 1, panels_apart=True)
         return Tile(
             score,
             (weigh[1], weigh[1]),
@@ -618,11 +619,11 @@ class SparseAttentionBackward:
         cute.autovec_copy(shared.delta[None, tile.lane % 4, None, slot], row_delta)
         warpgroup.wait_group(1)
         gradients.score_gradients(weights, tile.dP, row_delta, gains)
-        buffer = number & 1
-        self.write(tile, cute.make_tensor(tile.dS.iterator, tile.S.layout), buffer)
         if cutlass.const_expr(not first):
             self.spread(shared, tile, number - 1, 0)
         wgmma.multiply(tile.weigh, tile.dK, tile.dS, tile.turned_queries[None, None, None, slot])
+        buffer = number & 1
+        self.write(tile, cute.make_tensor(tile.dS.iterator, tile.S.layout), buffer)
         new_upper, new_lower = self.edges_of(edges, tile.member)
         if cutlass.const_expr(first):
             self.release(shared.scores_full + buffer)
