@@ -524,3 +524,54 @@ def check(seed: int, block_size: int, head_dim: int, source: str | None = None, 
 @pytest.mark.parametrize("sizes", [{}, {"STAGES": 2}])
 def test_every_edge_and_key_gets_its_gradient(block_size: int, head_dim: int, sizes: dict[str, int]) -> None:
     check(block_size + head_dim, block_size, head_dim, **sizes)
+
+
+WAIT = "cute.arch.mbarrier_wait(shared."
+# What each fault replaces, and by what.
+FAULTS = {
+    "a tile is overwritten while it is read": (f"{WAIT}free + slot, phase)\n                    full", "full"),
+    "rows are overwritten while they are read": (
+        f"{WAIT}free + slot, phase)\n                    for half",
+        "for half",
+    ),
+    "a tile is read before it came": (f"{WAIT}full + slot, phase)", "pass"),
+    "a tile is given back before dK is made": (
+        "warpgroup.wait_group(0)\n        self.release(shared.free",
+        "self.release(shared.free",
+    ),
+    "keys are overwritten while they are read": (f"{WAIT}k_free, parity ^ 1)", "pass"),
+    "values are overwritten while they are read": (f"{WAIT}v_free, parity ^ 1)", "pass"),
+    "keys are read before they came": (f"{WAIT}k_full, parity)", "pass"),
+    "values are read before they came": (f"{WAIT}v_full, parity)", "pass"),
+    "dS of another consumer is read before it is written": (f"{WAIT}scores_full", "id(shared.scores_full"),
+    "dS is overwritten while it is read": (
+        "if cutlass.const_expr(first):\n            self.release(shared.scores_full + buffer)",
+        "self.release(shared.scores_full + buffer)\n        if cutlass.const_expr(first):\n            pass",
+    ),
+    "scores are read before they are made": ("wait_group(1)\n        if cut != 0:", "wait_group(2)\n        if cut != 0:"),
+    "products are read before they are made": (
+        "wait_group(1)\n        gradients.score_gradients",
+        "wait_group(2)\n        gradients.score_gradients",
+    ),
+    "staged rows are overwritten while they leave": ("cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass"),
+    "rows that nobody loads hold anything": (
+        "if cutlass.const_expr(self.group < self.rows.rows_per_token):",
+        "if cutlass.const_expr(False):",
+    ),
+    "rows past the end are multiplied": ("if (extent >> 1) < self.block_size:", "if extent < 0:"),
+    "a task is overwritten while it is read": (f"{WAIT}task_gathered, parity ^ 1)", "pass"),
+    "sums of another task are added": ("shared.tasks[parity, 5] * (extent >> 1)", "extent >> 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault: str) -> None:
+    right, wrong = FAULTS[fault]
+    text = KERNEL.read_text()
+    assert right in text
+    faulty = text.replace(right, wrong)
+    if "id(shared" in wrong:
+        faulty = faulty.replace("id(shared.scores_full + buffer, (number >> 1) & 1)", "pass")
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in range(4):
+            check(seed, 64, 64, faulty)

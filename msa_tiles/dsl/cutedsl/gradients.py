@@ -146,13 +146,15 @@ class Panels(Rows):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.element)
         return cute.tile_to_shape(atom, (ROWS, tma.PANEL, count), order=(0, 1, 2))
 
+    def boxes_layout(self, count):
+        """Shape and strides of the boxes of `count` tiles: [box modes, token, tile]."""
+        shape = (*self.box, self.tokens, count)
+        return shape, (*self.box_stride, self.rows_per_token * tma.PANEL, ROWS * tma.PANEL)
+
     def boxes(self, tiles, count):
-        """The boxes of `count` tiles: [box modes, token, tile]."""
-        layout = cute.make_layout(
-            (*self.box, self.tokens, count),
-            stride=(*self.box_stride, self.rows_per_token * tma.PANEL, ROWS * tma.PANEL),
-        )
-        return cute.make_tensor(tiles.iterator, layout)
+        """The boxes of `count` tiles, laid out so."""
+        shape, stride = self.boxes_layout(count)
+        return cute.make_tensor(tiles.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
     def store_panel(
