@@ -1,4 +1,4 @@
-"""The backward of attention on tiles that a warpgroup holds in registers, keys along the rows and queries along columns.
+"""The backward of attention on tiles that a warpgroup holds in registers, keys along rows and queries along columns.
 
 A tile is wgmma's accumulator of 64 keys: warp i owns keys 16i to 16i + 15, and lane l of it holds, of keys l // 4 and
 l // 4 + 8 (its halves), the query rows 8j + 2 (l % 4) and the next one, for every j. Element ((column, half, j), 0, 0).

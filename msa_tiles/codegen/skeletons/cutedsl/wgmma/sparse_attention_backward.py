@@ -148,8 +148,8 @@ class SparseAttentionBackward:
       tasks [2, (first edge, edges or -1 at the end, head, valid rows << 1 | cut, row of the sums, owner)]
       barriers
 
-    A tile has 64 rows: those of its queries, each with its `group` heads in the first of rows_per_token rows. Rows past
-    `group` stay zero, and queries behind a task's last edge repeat it: both have LSE +inf, so that their P and dS are 0.
+    A tile has 64 rows, rows_per_token for each of its queries, whose `group` heads come first. Rows past `group` stay
+    zero, and queries behind a task's last edge repeat it: both have LSE +inf, so that their P and dS are 0.
     """
 
     def __init__(self, head_dim, block_size, group):
@@ -697,7 +697,9 @@ class SparseAttentionBackward:
                 mine = Int32((number & 1) == tile.consumer)
             for r in cutlass.range_constexpr(of_warp):
                 if (edges[r] >= 0) & (mine > 0):
-                    source = tile.boxes[None, None, None, None, tile.member * of_warp + r, 2 * self.consumers + tile.consumer]
+                    source = tile.boxes[
+                        None, None, None, None, tile.member * of_warp + r, 2 * self.consumers + tile.consumer
+                    ]
                     slot = (edges[r] >> 13) * tile.topk + ((edges[r] >> 7) & 63)
                     self.partials.store_panel(tile.atom, source, tile.partials, slot, head, panel)
             cute.arch.cp_async_bulk_commit_group()
