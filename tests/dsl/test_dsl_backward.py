@@ -1,9 +1,9 @@
 """The roles and pipelines of the SM90 attention backward in CuTe DSL, run lane by lane on small tiles.
 
 The kernel's own source runs, with stand-ins for layouts, copies and products: warps of 16 lanes, tiles of 32 query
-rows, blocks of 32 or 64 keys of 32 or 64 elements. Products read their operands, registers too, when they complete, which is
-as late as their waits allow, each warp's for itself. What the stand-ins leave out (layouts, descriptors, fences) is for
-other tests and the audit.
+rows, blocks of 32 or 64 keys of 32 or 64 elements. Products read their operands, registers too, when they complete,
+which is as late as their waits allow, each warp's for itself. What the stand-ins leave out (layouts, descriptors,
+fences) is for other tests and the audit.
 """
 
 from __future__ import annotations
@@ -548,14 +548,14 @@ FAULTS = {
         "self.release(shared.free",
     ),
     "keys are overwritten while they are read": (f"{WAIT}k_free, parity ^ 1)", "pass"),
-    "values are read before they came": (f"{WAIT}v_full, parity)", "pass"),
+    "keys are read before they came": (f"{WAIT}k_full, parity)", "pass"),
     "dS of another consumer is read before it is written": (
         f"{WAIT}scores_full + buffer, (number >> 1) & 1)",
         "pass",
     ),
     "dS is overwritten while it is read": (
-        "if cutlass.const_expr(first):\n            self.release(shared.scores_full + buffer)",
-        "self.release(shared.scores_full + buffer)\n        if cutlass.const_expr(first):\n            pass",
+        "warpgroup.wait_group(1)\n        if cutlass.const_expr(self.parts == 1):\n            self.release",
+        "self.release(shared.scores_full + buffer)\n        if cutlass.const_expr(self.parts == 1):\n            id",
     ),
     "products are read before they are made": (
         "wait_group(1)\n        gradients.score_gradients",

@@ -138,7 +138,7 @@ class SparseAttentionBackward:
     P' and dS' are operands from registers. dS' goes through shared memory once more for dQ, which needs the keys of
     every consumer, and so is made one tile later: a consumer may be up to a tile ahead of the other. Two buffers in
     turn are enough: who writes to one has passed scores_full of the other one, where everybody arrives only after the
-    dQ that read the first.
+    dQ that read the first. The first tile of a task makes dQ of whatever the buffer holds, which goes nowhere.
 
     Shared memory, tiles swizzled by 128 bytes
       keys and values [block_size, head_dim], in panels of 64 columns
@@ -522,13 +522,11 @@ class SparseAttentionBackward:
                     self.blocks.clear_rows(shared.keys, extent >> 1, thread, GROUP)
                     self.blocks.clear_rows(shared.values, extent >> 1, thread, GROUP)
                     cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=GROUP)
-                upper, lower, slot, phase = self.step(
-                    True, shared, tile, head, extent & 1, first_key, number, slot, phase, Int32(0), Int32(0)
-                )
-                number = number + 1
-                for _ in cutlass.range(self.tiles_of(num) - 1, unroll=1):
+                # Before the first tile there is none that has edges: what is made for its dQ goes nowhere.
+                upper, lower = Int32(MISSING), Int32(MISSING)
+                for _ in cutlass.range(self.tiles_of(num), unroll=1):
                     upper, lower, slot, phase = self.step(
-                        False, shared, tile, head, extent & 1, first_key, number, slot, phase, upper, lower
+                        shared, tile, head, extent & 1, first_key, number, slot, phase, upper, lower
                     )
                     number = number + 1
                 self.release(shared.v_free)
@@ -597,10 +595,10 @@ class SparseAttentionBackward:
 
     @cute.jit
     def step(
-        self, first: cutlass.Constexpr, shared: Shared, tile: Tile, head: Int32, cut: Int32, first_key: Int32,
-        number: Int32, slot: Int32, phase: Int32, upper: Int32, lower: Int32,
+        self, shared: Shared, tile: Tile, head: Int32, cut: Int32, first_key: Int32, number: Int32, slot: Int32,
+        phase: Int32, upper: Int32, lower: Int32,
     ):  # fmt: skip
-        """One tile, and dQ of the one before, with edges `upper` and `lower`, unless it is the first of its task."""
+        """One tile, and dQ of the one before, which has the edges `upper` and `lower`."""
         cute.arch.mbarrier_wait(shared.full + slot, phase)
         wgmma.multiply(tile.score, tile.S, tile.keys, tile.queries[None, None, None, slot])
         wgmma.multiply(tile.score, tile.dP, tile.values, tile.outputs[None, None, None, slot])
@@ -619,20 +617,16 @@ class SparseAttentionBackward:
         cute.autovec_copy(shared.delta[None, tile.lane % 4, None, slot], row_delta)
         warpgroup.wait_group(1)
         gradients.score_gradients(weights, tile.dP, row_delta, gains)
-        if cutlass.const_expr(not first):
-            self.spread(shared, tile, number - 1, 0)
+        self.spread(shared, tile, number - 1, 0)
         wgmma.multiply(tile.weigh, tile.dK, tile.dS, tile.turned_queries[None, None, None, slot])
         buffer = number & 1
         self.write(tile, cute.make_tensor(tile.dS.iterator, tile.S.layout), buffer)
         new_upper, new_lower = self.edges_of(edges, tile.member)
-        if cutlass.const_expr(first):
-            self.release(shared.scores_full + buffer)
-        elif cutlass.const_expr(self.parts == 1):
-            warpgroup.wait_group(1)
+        warpgroup.wait_group(1)
+        if cutlass.const_expr(self.parts == 1):
             self.release(shared.scores_full + buffer)
             self.emit(shared, tile, head, number - 1, upper, lower)
         else:
-            warpgroup.wait_group(1)
             self.emit(shared, tile, head, number - 1, upper, lower)
             self.release(shared.scores_full + buffer)
         warpgroup.wait_group(0)
@@ -669,8 +663,12 @@ class SparseAttentionBackward:
         """dQ of a task's last tile."""
         self.spread(shared, tile, number, 0)
         warpgroup.wait_group(0)
-        self.emit(shared, tile, head, number, upper, lower)
-        self.release(shared.k_free)
+        if cutlass.const_expr(self.parts == 1):
+            self.release(shared.k_free)
+            self.emit(shared, tile, head, number, upper, lower)
+        else:
+            self.emit(shared, tile, head, number, upper, lower)
+            self.release(shared.k_free)
 
     @cute.jit
     def emit(self, shared: Shared, tile: Tile, head: Int32, number: Int32, upper: Int32, lower: Int32):
