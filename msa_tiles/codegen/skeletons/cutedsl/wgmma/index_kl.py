@@ -144,12 +144,16 @@ class IndexKl:
                                     its edges
 
     Pipelines (name: depth, arrivals)
-      task_full: 2, 1 lane of the claiming warp        task_gathered: 1, 1 lane of each warp that gathers
+      task_full: 2, 1 lane of the claiming warp
+      task_gathered: 1, 1 lane of each of warps 1 to 3, as it comes to the task's last chunk
       k_full: 1, keys_full: 2, 1 producer lane + TMA bytes
       k_free: 1, keys_free: 2, 1 lane of each consumer warp
       q_full: STAGES, 1 producer lane + TMA bytes      q_free: STAGES, 1 lane of each consumer warp
       chunk_full: CHUNKS, 1 lane of warps 2 and 3      chunk_free: CHUNKS, 1 lane of each consumer warp
       exchanged: CHUNKS, 1 lane of each consumer warp, once its keys of a chunk's dS are written
+
+    A task is claimed when the last chunk of the one before is on its way: as late as the rings allow, so that no CTA
+    hoards work. Its entry is overwritten two tasks later, when all who read it have left it behind.
 
     The chunks of all tasks are one stream to the consumers, whose headers say where a task begins and ends: the first
     tiles of a task are multiplied while the chunk before is being finished. The gathering warps fill every tile of a
@@ -263,12 +267,12 @@ class IndexKl:
                 heads = Int32(results.losses.shape[0])
                 self.claim(k_atom, mK, index_atom, mIndex, shared, tasks, counts, claims, window_index, heads)
             elif role == 1:
-                self.gather(q_atom, mQ, shared, edges, window_index, window_index * window)
+                self.gather(
+                    q_atom, mQ, shared, edges, results.present, window_index, window_index * window, gradients
+                )
             else:
                 given = (idx_q, lse, index_lse, weights)
-                self.prepare(
-                    given, shared, edges, results.present, window_index, window_index * window, gradients, role - 2
-                )
+                self.prepare(given, shared, edges, window_index, window_index * window, role - 2)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if gradients > 0:
@@ -389,10 +393,13 @@ class IndexKl:
 
     @cute.jit
     def gather(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, shared: Shared, edges: cute.Tensor, window_index: Int32,
-        first_token: Int32,
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, shared: Shared, edges: cute.Tensor, present: cute.Tensor,
+        window_index: Int32, first_token: Int32, gradients: Int32,
     ):  # fmt: skip
-        """The gathering warp: the query rows of every tile of each task, as fast as the ring takes them."""
+        """The gathering warp: the query rows of every tile of each task, as fast as the ring takes them.
+
+        It also marks the edges whose gradients will come.
+        """
         lane = cute.arch.lane_idx()
         cpasync.prefetch_descriptor(q_atom)
         boxes = self.rows.boxes(shared.ring, STAGES)
@@ -413,11 +420,16 @@ class IndexKl:
                 # Lane i holds the edge of the tile's i-th query; it is read one tile ahead of need.
                 edge = of_head[first_edge + cutlass.min(lane, num - 1)]
                 left = num
-                for _ in cutlass.range((num + EDGES - 1) // EDGES * self.tiles, unroll=1):
+                tiles = (num + EDGES - 1) // EDGES * self.tiles
+                for number in cutlass.range(tiles, unroll=1):
+                    if (number == tiles - self.tiles) & (lane == 0):
+                        cute.arch.mbarrier_arrive(shared.task_gathered)
                     current = edge
                     queries = cutlass.max(cutlass.min(left, self.queries), 0)
                     left = left - self.queries
                     edge = of_head[first_edge + cutlass.min(num - left + lane, num - 1)]
+                    if (lane < queries) & (gradients > 0):
+                        present[current >> 13, (current >> 7) & 63, head] = Int32(1)
                     cute.arch.mbarrier_wait(shared.q_free + slot, phase)
                     full = shared.q_full + slot
                     if lane == 0:
@@ -431,9 +443,6 @@ class IndexKl:
                     if slot == STAGES:
                         slot = Int32(0)
                         phase = phase ^ 1
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.task_gathered)
             turn = turn + 1
 
     def column_of(self, edge):
@@ -455,9 +464,8 @@ class IndexKl:
 
     @cute.jit
     def prepare(
-        self, given: tuple, shared: Shared, edges: cute.Tensor, present: cute.Tensor, window_index: Int32,
-        first_token: Int32, gradients: Int32, part: Int32,
-    ):  # fmt: skip
+        self, given: tuple, shared: Shared, edges: cute.Tensor, window_index: Int32, first_token: Int32, part: Int32
+    ):
         """A preparing warp: its half of every chunk, read before the chunk's buffer is free."""
         lane = cute.arch.lane_idx()
         of_row = self.index_dim // VECTOR
@@ -473,8 +481,6 @@ class IndexKl:
             first_edge = shared.tasks[parity, 0]
             num = shared.tasks[parity, 1]
             head = shared.tasks[parity, 2]
-            valid = shared.tasks[parity, 3]
-            task = shared.tasks[parity, 4]
             if num < 0:
                 running = Int32(0)
                 cute.arch.mbarrier_wait(shared.chunk_free + buffer, phase)
@@ -483,41 +489,42 @@ class IndexKl:
                     cute.arch.mbarrier_arrive(shared.chunk_full + buffer)
             else:
                 of_head = edges[window_index, self.listed(head), None]
+                queries_of_head = given[0][None, head, None]
+                index_lse_of_head = given[2][None, head]
+                # A lane has the same head of every query that it reads the LSE of.
+                lse_of_member = given[1][
+                    None, head * self.group + cutlass.min(lane % self.rows_per_query, self.group - 1)
+                ]
                 # Lane i holds the chunk's i-th edge, or the task's last one: no column may meet what is no number.
                 edge = of_head[first_edge + cutlass.min(lane % EDGES, num - 1)]
                 for first in cutlass.range(0, num, EDGES, unroll=1):
+                    if (first + EDGES >= num) & (lane == 0):
+                        cute.arch.mbarrier_arrive(shared.task_gathered)
                     current = edge
                     edge = of_head[first_edge + cutlass.min(first + EDGES + lane % EDGES, num - 1)]
                     query = first_token + (current >> 13)
                     for v in cutlass.range_constexpr(index_queries.shape[1]):
                         column = part * (EDGES // PREPARERS) + (v * WARP + lane) // of_row
                         token = cute.arch.shuffle_sync(query, self.edge_of(column))
-                        copy_wide(wide(given[0][token, head, None], lane % of_row), index_queries[None, v])
+                        copy_wide(wide(queries_of_head[token, None], lane % of_row), index_queries[None, v])
                     for v in cutlass.range_constexpr(cute.size(lse)):
-                        place = v * WARP + lane
-                        token = cute.arch.shuffle_sync(
-                            query, part * (EDGES // PREPARERS) + place // self.rows_per_query
-                        )
-                        member = cutlass.min(place % self.rows_per_query, self.group - 1)
-                        lse[v] = given[1][token, head * self.group + member]
-                    index_lse = given[2][query, head]
+                        number = part * (EDGES // PREPARERS) + (v * WARP + lane) // self.rows_per_query
+                        lse[v] = lse_of_member[cute.arch.shuffle_sync(query, number)]
+                    index_lse = index_lse_of_head[query]
                     weight = given[3][query]
                     cute.arch.mbarrier_wait(shared.chunk_free + buffer, phase)
                     self.fill_chunk(shared, buffer, part, index_queries, lse, lane)
                     if lane // (EDGES // PREPARERS) == part:
                         column = self.column_of(lane)
-                        here = first + lane < num
-                        shared.edges[buffer, column] = pick(here, current, -1)
+                        shared.edges[buffer, column] = pick(first + lane < num, current, -1)
                         shared.index_lse[buffer, column] = index_lse * LOG2_E
                         shared.weights[buffer, column] = weight
-                        if here & (gradients > 0):
-                            present[current >> 13, (current >> 7) & 63, head] = Int32(1)
                     if (lane == 0) & (part == 0):
                         bits = pick(first == 0, FIRST, 0) | pick(first + EDGES >= num, LAST, 0)
                         shared.headers[buffer, 0] = bits
                         shared.headers[buffer, 1] = head
-                        shared.headers[buffer, 2] = task
-                        shared.headers[buffer, 3] = valid
+                        shared.headers[buffer, 2] = shared.tasks[parity, 4]
+                        shared.headers[buffer, 3] = shared.tasks[parity, 3]
                         shared.headers[buffer, 4] = turn
                     cute.arch.fence_view_async_shared()
                     cute.arch.sync_warp()
@@ -527,8 +534,6 @@ class IndexKl:
                     if buffer == CHUNKS:
                         buffer = Int32(0)
                         phase = phase ^ 1
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.task_gathered)
             turn = turn + 1
 
     @cute.jit
@@ -706,6 +711,8 @@ class IndexKl:
                     self.receive_index_keys(shared, tile, shared.headers[buffer, 3], turn)
                 left, right = tile.keys[None, tile.consumer, None, turn & 1], tile.index_queries[None, 0, None, buffer]
                 multiply(tile.grade, tile.scores[None, 0, 0], left, right)
+                if cutlass.const_expr(gradients and self.tiles == 2):
+                    self.finish(shared, results, tile, number, before)
                 cute.arch.mbarrier_wait(shared.chunk_full + after, phase_after)
                 bits_after = shared.headers[after, 0]
                 if bits_after < 0:
@@ -716,7 +723,7 @@ class IndexKl:
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
             # Past the end of the stream this multiplies a stale tile and the result is dropped: waits stay uniform.
             self.multiply_tile(tile, (t + 1) % 2, slot)
-            if cutlass.const_expr(gradients and t == 1):
+            if cutlass.const_expr(gradients and t == 1 and self.tiles > 2):
                 self.finish(shared, results, tile, number, before)
             self.teach(tile, t, shared.lse[None, None, None, buffer])
             if cutlass.const_expr(t + 1 < self.tiles):
@@ -748,6 +755,10 @@ class IndexKl:
         self.teach(tile, 0, shared.lse[None, None, None, after])
         warpgroup.wait_group(0)
         slot, phase = self.release_tile(shared, real, slot, phase)
+        if cutlass.const_expr(gradients):
+            if number > 0:
+                if (shared.headers[before, 0] & LAST) != 0:
+                    self.release(shared.keys_free + (shared.headers[before, 4] & 1))
         return slot, phase, after, phase_after, real
 
     @cute.jit
@@ -858,11 +869,7 @@ class IndexKl:
         if number > 1:
             place, _ = self.chunk_before(before, Int32(0))
             self.store_queries(shared, results, tile, place)
-            bits = shared.headers[place, 0]
-            keys = shared.headers[place, 4] & 1
             self.release(shared.chunk_free + place)
-            if (bits & LAST) != 0:
-                self.release(shared.keys_free + keys)
         if number > 0:
             if (shared.headers[before, 0] & LAST) != 0:
                 self.store_keys(shared, results, tile, before)
