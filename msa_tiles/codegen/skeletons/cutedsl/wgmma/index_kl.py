@@ -453,14 +453,13 @@ class IndexKl:
         """
         if self.queries == 8:
             return edge
-        tile = edge // 4
-        return tile // 2 * 8 + edge % 4 * 2 + tile % 2
+        return (edge >> 3 << 3) + (edge & 3) * 2 + (edge >> 2 & 1)
 
     def edge_of(self, column):
         """The edge of a column."""
         if self.queries == 8:
             return column
-        return (column // 8 * 2 + column % 2) * 4 + column % 8 // 2
+        return (column >> 3 << 3) + (column & 1) * 4 + (column >> 1 & 3)
 
     @cute.jit
     def prepare(
@@ -490,11 +489,8 @@ class IndexKl:
             else:
                 of_head = edges[window_index, self.listed(head), None]
                 queries_of_head = given[0][None, head, None]
-                index_lse_of_head = given[2][None, head]
                 # A lane has the same head of every query that it reads the LSE of.
-                lse_of_member = given[1][
-                    None, head * self.group + cutlass.min(lane % self.rows_per_query, self.group - 1)
-                ]
+                lse_of_member = given[1][None, head * self.group + (lane & self.group - 1)]
                 # Lane i holds the chunk's i-th edge, or the task's last one: no column may meet what is no number.
                 edge = of_head[first_edge + cutlass.min(lane % EDGES, num - 1)]
                 for first in cutlass.range(0, num, EDGES, unroll=1):
@@ -510,7 +506,7 @@ class IndexKl:
                     for v in cutlass.range_constexpr(cute.size(lse)):
                         number = part * (EDGES // PREPARERS) + (v * WARP + lane) // self.rows_per_query
                         lse[v] = lse_of_member[cute.arch.shuffle_sync(query, number)]
-                    index_lse = index_lse_of_head[query]
+                    index_lse = given[2][query, head]
                     weight = given[3][query]
                     cute.arch.mbarrier_wait(shared.chunk_free + buffer, phase)
                     self.fill_chunk(shared, buffer, part, index_queries, lse, lane)
@@ -557,15 +553,14 @@ class IndexKl:
             shift = -lse[v] * LOG2_E - log2_group
             if cutlass.const_expr(self.group < self.rows_per_query):
                 shift = choose(member < self.group, shift, -Float32.inf)
-            shared.lse[member // 8 * 2 + member % 2, member % 8 // 2, edge, buffer] = shift
+            shared.lse[(member >> 3) * 2 + (member & 1), member >> 1 & 3, edge, buffer] = shift
 
     def place(self, row, vector):
         """Where the vector-th 16 bytes of an index query lie in a chunk, in units of 16 bytes.
 
         Rows of a panel are 128 bytes apart; the swizzle exchanges the vectors of a row by its number in the atom.
         """
-        of_panel = tma.PANEL // VECTOR
-        return vector // of_panel * (EDGES * of_panel) + row * of_panel + (vector % of_panel ^ row % 8)
+        return (vector >> 3) * (EDGES * 8) + row * 8 + (vector & 7 ^ row & 7)
 
     @cute.jit
     def consume(
