@@ -1,9 +1,9 @@
 """Sums of the partial gradients that index_kl has left behind one query window, in a fixed order.
 
-Grid: first one CTA for every ROWS rows of every block of keys, whose search takes long, then one for every query of the
-window and KV head. A thread moves four columns at a time. A query's slots are dealt out to the rows of threads, whose
-sums are added up in shared memory; a row of keys adds the tasks of its block, head after head, which a warp finds in the
-sorted lists of tasks by their first row. Blocks of keys are numbered as build_schedule numbers them.
+Grid: first one CTA for every ROWS rows of every block of keys, whose search takes long, then one for every query of
+the window and KV head. A thread moves four columns at a time. A query's slots are dealt out to the rows of threads,
+whose sums are added up in shared memory; a row of keys adds the tasks of its block, head after head, which a warp
+finds in the sorted lists of tasks by their first row. Blocks of keys are numbered as build_schedule numbers them.
 
 Shared memory: a sum [index_dim] of every row of threads.
 """

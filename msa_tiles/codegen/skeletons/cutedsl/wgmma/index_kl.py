@@ -168,12 +168,14 @@ class IndexKl:
       lse [CHUNKS, EDGES, rows_per_query]; edges, index_lse and weights [CHUNKS, EDGES]: the edge, or -1, its index LSE
       and weight, in the order of the accumulators' columns      barriers
 
-    A consumer's products of chunk c, in the order in which they start; each line is under way while the next lines'
-    exponentials are taken (all tiles of a chunk but its first two belong here; those come before, with the others'):
-      S of tile 2 .. of the chunk | scores, S of tile 0 of chunk c + 1 | dS: d_idx_k of c, d_idx_q of c - 1, S of tile 1
-    Two score tiles take turns. Nothing is under way where the loop closes, because ptxas cannot follow accumulators
-    over it. d_idx_q waits for the other consumer's keys of dS, a chunk later; that of chunk c - 1 is stored during chunk
-    c + 1, and with it the chunk's buffer is free, and after a task's last chunk idx_k.
+    A chunk of a consumer, S of its second tile ready and the first one's exponentials taken: what is started in order,
+    each before the exponentials that it hides behind
+      S of the third tile | exponentials of the second, and so on to the last tile; d_idx_q of chunk c - 2 is stored
+      scores, S of the first tile of chunk c + 1 | exponentials of the last tile, Q, dS
+      d_idx_k of chunk c, d_idx_q of chunk c - 1, S of the second tile of chunk c + 1 | exponentials of its first
+    Two score tiles take turns. Nothing is under way where the loop closes, because ptxas cannot follow accumulators over
+    it. d_idx_q comes a chunk late, so that no consumer waits for the others' keys of dS. A chunk's buffer is free once
+    that is stored, idx_k once that of the task's last chunk is multiplied.
     """
 
     def __init__(self, head_dim, index_dim, block_size, group, prefix):
@@ -267,9 +269,7 @@ class IndexKl:
                 heads = Int32(results.losses.shape[0])
                 self.claim(k_atom, mK, index_atom, mIndex, shared, tasks, counts, claims, window_index, heads)
             elif role == 1:
-                self.gather(
-                    q_atom, mQ, shared, edges, results.present, window_index, window_index * window, gradients
-                )
+                self.gather(q_atom, mQ, shared, edges, results.present, window_index, window_index * window, gradients)
             else:
                 given = (idx_q, lse, index_lse, weights)
                 self.prepare(given, shared, edges, window_index, window_index * window, role - 2)
@@ -283,7 +283,7 @@ class IndexKl:
     @cute.jit
     def allocate(self, memory: SmemAllocator):
         """Shared memory, with barriers ready for use on return."""
-        rows, columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        rows = LayoutEnum.ROW_MAJOR
         tiler = (self.block_size, ROWS, self.index_dim)
         k_layout = hopper.make_smem_layout_a(rows, (self.block_size, ROWS, self.head_dim), self.element, 1)
         keys_layout = hopper.make_smem_layout_a(rows, tiler, self.element, 2)
