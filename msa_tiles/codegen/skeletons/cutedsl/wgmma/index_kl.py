@@ -173,9 +173,9 @@ class IndexKl:
       S of the third tile | exponentials of the second, and so on to the last tile; d_idx_q of chunk c - 2 is stored
       scores, S of the first tile of chunk c + 1 | exponentials of the last tile, Q, dS
       d_idx_k of chunk c, d_idx_q of chunk c - 1, S of the second tile of chunk c + 1 | exponentials of its first
-    Two score tiles take turns. Nothing is under way where the loop closes, because ptxas cannot follow accumulators over
-    it. d_idx_q comes a chunk late, so that no consumer waits for the others' keys of dS. A chunk's buffer is free once
-    that is stored, idx_k once that of the task's last chunk is multiplied.
+    Two score tiles take turns. Nothing is under way where the loop closes, because ptxas cannot follow accumulators
+    over it. d_idx_q comes a chunk late, so that no consumer waits for the others' keys of dS. A chunk's buffer is free
+    once that is stored, idx_k once that of the task's last chunk is multiplied.
     """
 
     def __init__(self, head_dim, index_dim, block_size, group, prefix):
