@@ -160,10 +160,7 @@ class Multiplications:
         source = None if isinstance(left, Operand) else chip.registers[chip.warp, left.number]
 
         def finish() -> None:
-            if source is None:
-                rows = left.read()[member * WARP_ROWS :][:WARP_ROWS]
-            else:
-                rows = together(source)
+            rows = left.read()[member * WARP_ROWS :][:WARP_ROWS] if source is None else together(source)
             result = rows @ right.read().T
             if products[0].accumulates:
                 result = result + together(target)
