@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ DENSE_ROWS = 12
 ATTENTION_LIMIT = 2e-2
 SCORE_LIMIT = 1e-5
 """Largest error relative to the largest value: bfloat16 outputs, and float32 sums of bfloat16 products."""
+GRADIENT_COSINE = 0.9999
+"""Least cosine of gradients in bfloat16 with those in float32."""
 FP8_SCORE_LIMIT = 2e-3
 """The same of sums of e4m3 products, which tensor cores cut 13 bits below the largest: four times what that does."""
 
@@ -92,6 +96,74 @@ def attended(case: Case, inputs: Attention, out: Tensor) -> str | None:
         q_positions=(rows + case.first_position).int(),
     )
     return close(out[rows], wanted)
+
+
+def gradient_rows(case: Case, block_indices: Tensor) -> tuple[Tensor, slice]:
+    """Queries to take gradients of, ascending, and the keys of a block that no other query selects, in no head."""
+    block = 3 * (case.num_k // case["block_size"]) // 4
+    asking = (block_indices == block).any(-1).any(0).nonzero()[:, 0]
+    rows = torch.unique(torch.cat([asking, sample_rows(case.num_q, ATTENTION_ROWS, block_indices.device)]))
+    return rows, slice(block * case["block_size"], (block + 1) * case["block_size"])
+
+
+def attention_gradients(
+    case: Case, inputs: Attention, dout: Tensor, out: Tensor, found: tuple[Tensor, ...]
+) -> str | None:
+    """`found`: dq of sampled rows, dk and dv of one block, against the reference in float32."""
+    rows, keys = gradient_rows(case, inputs.block_indices)
+    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    q, k, v = inputs.q[rows].float(), inputs.k.float(), inputs.v.float()
+    ids = inputs.block_indices[:, rows]
+    lse = reference.sparse_attention(q, k, v, ids, **where)[1]
+    wanted = reference.sparse_attention_backward(dout[rows].float(), q, k, v, out[rows].float(), lse, ids, **where)
+    got = found[0][rows], found[1][keys], found[2][keys]
+    return _gradients(("dq", "dk", "dv"), got, (wanted[0], wanted[1][keys], wanted[2][keys]))
+
+
+def index_gradients(case: Case, index: Indexer, main: Attention, found: tuple[Tensor, ...]) -> str | None:
+    """`found`: the loss, which must be finite, and T * Hi times its gradients: rows and a block as above."""
+    if not bool(found[0].isfinite()):
+        return f"the loss is {found[0].item()}"
+    rows, keys = gradient_rows(case, main.block_indices)
+    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    q, k = main.q[rows].float(), main.k.float()
+    ids = main.block_indices[:, rows]
+    lse = reference.sparse_attention(q, k, k, ids, **where)[1]
+    _, d_idx_q, d_idx_k = reference.index_kl(q, k, lse, index.idx_q[rows].float(), index.idx_k.float(), ids, **where)
+    if d_idx_q is None or d_idx_k is None:
+        raise RuntimeError("the reference gave no gradients")
+    share = len(rows) * index.idx_q.shape[1]
+    wanted = d_idx_q * share, d_idx_k[keys] * share
+    return _gradients(("d_idx_q", "d_idx_k"), (found[1][rows], found[2][keys]), wanted)
+
+
+def mostly_trained(case: Case, topk: int, inputs: Any, found: tuple[Tensor, Tensor]) -> str | None:
+    """`found`: output and dq `[T, Hq, D]` of a peer that selects by itself; three rows of four must be right."""
+    index, main, dout = inputs.index, inputs.main, inputs.dout
+    rows = sample_rows(case.num_q, ROWS, main.q.device)
+    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    q, k, v = main.q[rows].float(), main.k.float(), main.v.float()
+    ids = reference.select_blocks(index.idx_q[rows].float(), index.idx_k.float(), topk, local_blocks=1, **where)
+    out, lse = reference.sparse_attention(q, k, v, ids, **where)
+    dq, _, _ = reference.sparse_attention_backward(dout[rows].float(), q, k, v, out, lse, ids, **where)
+    for name, got, want in zip(("outputs", "dq"), found, (out, dq), strict=True):
+        error = (got[rows].float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1).clamp_min(1e-6)
+        right = (error <= ATTENTION_LIMIT).float().mean().item()
+        if right < 0.75:
+            return f"{name}: only {right:.0%} of the rows are right"
+    return None
+
+
+def _gradients(names: tuple[str, ...], found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> str | None:
+    for name, got, want in zip(names, found, wanted, strict=True):
+        angle = torch.nn.functional.cosine_similarity(got.float().flatten(), want.flatten(), dim=0).item()
+        scale = got.float().norm().item() / want.norm().item()
+        # Written so that NaN is wrong.
+        if not (angle >= GRADIENT_COSINE and abs(scale - 1) <= ATTENTION_LIMIT):
+            return (
+                f"{name}: cosine {angle:.6f} with the reference (at least {GRADIENT_COSINE}), {scale:.4f} times as long"
+            )
+    return None
 
 
 def dense(case: Case, inputs: Attention, out: Tensor) -> str | None:

@@ -53,6 +53,8 @@ GATES = (
     Gate("msa_decode", "decode_128k_b32", _VLLM, 1.03, 1.08),
     Gate("msa_decode", "decode_128k_b1", _VLLM, 1.3, 1.6),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.0),
+    Gate("msa_attention", "train_32k", ("flash_msa",), 8.0, 15.0),
+    Gate("msa_attention", "train_128k", ("flash_msa",), 8.0, 15.0),
 )
 
 

@@ -47,6 +47,14 @@ def flash_attention_4() -> Callable[..., Any] | str:
         return f"flash_attn.cute: {error}"
 
 
+@functools.lru_cache(maxsize=1)
+def flash_msa_function() -> Callable[..., Any] | str:
+    try:
+        return importlib.import_module("flash_msa").flash_msa_func
+    except Exception as error:
+        return f"flash_msa: {error}"
+
+
 @dataclass(frozen=True)
 class OneRequest:
     """vLLM's description of one request on consecutive pages."""
@@ -262,3 +270,30 @@ def cudnn_dense(case: Case, main: Callable[[Any], Attention] = lambda inputs: in
         return call
 
     return Contender("cudnn", bind, lambda inputs, out: checks.dense(case, main(inputs), out))
+
+
+def flash_msa(case: Case, topk: int) -> Contender | Skipped:
+    """flash-msa's forward and backward with its KL; inputs have `index`, `main` and `dout`.
+
+    It selects by itself, a little differently where scores nearly tie, so most rows must be right, not all.
+    """
+    attend = flash_msa_function()
+    if isinstance(attend, str):
+        return Skipped("flash_msa", attend)
+    if case["block_size"] != 128 or case["head_dim"] != 128 or case.num_q != case.num_k or case.num_q % 128:
+        return Skipped("flash_msa", "it takes whole prompts of whole blocks of 128 tokens, and heads of 128 dims")
+
+    def bind(inputs: Any) -> Call:
+        main, index = inputs.main, inputs.index
+        tensors = index.idx_q, index.idx_k[:, None], main.q, main.k, main.v
+        leaves = [tensor.transpose(0, 1)[None].contiguous().requires_grad_() for tensor in tensors]
+        weights = inputs.dout.flatten(1)[None], torch.ones((), device=main.q.device)
+
+        def call() -> tuple[Tensor, Tensor]:
+            out, loss = attend(*leaves, topk * case["block_size"], main.q.shape[-1] ** -0.5)
+            gradients = torch.autograd.grad((out, loss), leaves, weights)
+            return out[0].unflatten(1, (-1, main.q.shape[-1])), gradients[2][0].transpose(0, 1)
+
+        return call
+
+    return Contender("flash_msa", bind, functools.partial(checks.mostly_trained, case, topk))

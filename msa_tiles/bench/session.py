@@ -16,7 +16,7 @@ from msa_tiles.bench.timing import Clock, CudaClock
 from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
 
-PEERS = ("vllm", "fa4", "cudnn", "torch", "dense_bytes")
+PEERS = ("vllm", "fa4", "cudnn", "torch", "dense_bytes", "flash_msa")
 """Every peer that some operator has."""
 
 

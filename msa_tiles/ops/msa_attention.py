@@ -9,7 +9,6 @@ from torch import Tensor
 from msa_tiles.ops import _training, _validate
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_kl import index_kl
-from msa_tiles.ops.schedule import build_schedule
 from msa_tiles.ops.select_blocks import select_blocks
 from msa_tiles.ops.sparse_attention import attention_tensors, sparse_attention
 
@@ -52,8 +51,8 @@ def msa_attention(
 
     ``out`` and ``lse`` are differentiable in q, k and v, the loss in idx_q and idx_k, and neither in the others: the
     selection has no gradient, and the teacher of the loss is detached. A replay of activation checkpointing selects
-    the same blocks, for the selection is deterministic. The other arguments are those of the three operators; one
-    schedule serves the passes over the selected blocks. Under ``torch.autocast`` the five tensors are cast.
+    the same blocks, for the selection is deterministic. The other arguments are those of the three operators. Under
+    ``torch.autocast`` the five tensors are cast.
     """
     q, k, v, idx_q, idx_k = _training.autocast(q, k, v, idx_q, idx_k)
     where: dict[str, Any] = {
@@ -90,12 +89,10 @@ def msa_attention(
         backend=backend,
         **where,
     )
-    several_passes = return_kl or _training.records(q, k, v)
-    schedule = build_schedule(selected, **where) if several_passes else None
+    # Every pass makes the schedule that suits it: forward without one is faster by more than making it takes.
     options: dict[str, Any] = {
         **where,
         "softmax_scale": softmax_scale,
-        "schedule": schedule,
         "workspace": workspace,
         "deterministic": deterministic,
         "backend": backend,

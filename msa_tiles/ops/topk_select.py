@@ -284,7 +284,7 @@ def write_chosen(prepare: Callable[..., Ranking | None], score: Tensor, topk: in
 
 
 def _lanes_log2(rows: int) -> int:
-    """How many threads share a row, as a power of two: one when the rows alone fill a GPU, a warp when they are few."""
+    """Of how many shares of its most rows a warp takes one, as a power of two: all when the rows alone fill a GPU."""
     return 0 if rows >= 1 << 17 else 2 if rows >= 1 << 13 else 5
 
 

@@ -73,6 +73,17 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# What float32 arithmetic of the GPU gives for every NaN; that of the CPU may be negative, which a kernel can see.
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
+
+
+def _one_nan(value: Any) -> Any:
+    is_nan = value != value
+    if isinstance(is_nan, np.ndarray):
+        return np.where(is_nan, _NAN, value) if is_nan.any() else value
+    return _NAN if is_nan else value
+
+
 class Expressions:
     """Compiles expressions of one program.
 
@@ -120,7 +131,10 @@ class Expressions:
             raise UnsupportedError(f"{kind} of {dtype}: {node}")
         function = table[kind]
         if is_float(dtype):
-            return self._pair(left, right, function)
+            value = self._pair(left, right, function)
+            if dtype != np.float32 or kind in ("Min", "Max"):
+                return value
+            return lambda f: _one_nan(value(f))
         a, b = self(left), self(right)
         if dtype == np.bool_:
             return lambda f: function(a(f), b(f))

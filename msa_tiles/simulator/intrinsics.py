@@ -67,6 +67,20 @@ def _find_first_set(value: Any) -> Any:
     return np.where(lowest == 0, 0, np.log2(np.maximum(lowest & 0xFFFFFFFF, 1)).astype(np.int64) + 1)[()]
 
 
+def _population_count(compiler: Expressions, node: Any) -> Closure:
+    value, ones = compiler(node.args[0]), (1 << 8 * numpy_type(node.args[0].dtype).itemsize) - 1
+    dtype = numpy_type(node.dtype)
+
+    def count(f: Frame) -> Any:
+        v = value(f)
+        if not isinstance(v, np.ndarray):
+            return (v & ones).bit_count()
+        each = np.ascontiguousarray(v).view(np.uint8).reshape(*v.shape, v.dtype.itemsize)
+        return np.unpackbits(each, axis=-1).sum(-1, dtype=dtype)
+
+    return count
+
+
 def _launch_thread_idx(compiler: Expressions, node: Any) -> Closure:
     if compiler.constant(node.args[0], "thread axis") == 0:
         return lambda f: f.tid
@@ -95,6 +109,26 @@ def _shuffle(source: Callable[[np.ndarray, Any], np.ndarray]) -> Callable[[Expre
             return v[np.arange(len(v)) - lane + wanted]
 
         return shuffle
+
+    return build
+
+
+def _warp_wide(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Expressions, Any], Closure]:
+    """A vote or a reduction: `function` takes [warps, 32] values and gives one for each warp."""
+
+    def build(compiler: Expressions, node: Any) -> Closure:
+        if len(node.args) == 2 and compiler.constant(node.args[0], "mask of a vote") != FULL_WARP:
+            raise UnsupportedError(f"vote of a part of a warp: {node}")
+        if compiler.inner is not None:
+            raise UnsupportedError(f"{node.op.name} in a parallel loop")
+        get, name, dtype = compiler(node.args[-1]), str(node.op.name), numpy_type(node.dtype)
+
+        def meet(f: Frame) -> Any:
+            full_warps(f, name)
+            values = np.broadcast_to(np.asarray(get(f)), f.tid.shape).reshape(-1, WARP)
+            return np.repeat(function(values).astype(dtype), WARP)
+
+        return meet
 
     return build
 
@@ -207,6 +241,7 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tirx.sqrt": _math(np.sqrt),
     "tirx.fabs": _math(np.abs),
     "tirx.bitwise_not": _math(np.invert),
+    "tirx.popcount": _population_count,
     "tl.__ffs": _math(_find_first_set),
     "tl.infinity": _infinity,
     "tirx.reinterpret": _reinterpret,
@@ -215,6 +250,11 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.shfl_xor_sync": _shuffle(lambda lane, by: lane ^ by),
     "tl.shfl_down_sync": _shuffle(lambda lane, by: lane + by),
     "tl.shfl_up_sync": _shuffle(lambda lane, by: lane - by),
+    "tl.any_sync": _warp_wide(lambda values: (values != 0).max(1)),
+    "tl.ballot": _warp_wide(
+        lambda values: ((values != 0).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+    ),
+    "tl.warp_reduce_min": _warp_wide(lambda values: values.min(1)),
     "tl.atomic_add_ret_elem_op": _atomic_add,
     "tl.atomic_add_elem_op": _atomic_add,
     "tl.ldg128": _load_128,

@@ -21,8 +21,8 @@ from msa_tiles.simulator.frame import Frame
 from msa_tiles.simulator.program import Closure, Program, kind_of
 
 SERIAL, PARALLEL, UNROLLED = 0, 1, 3
-# Attributes that steer the compiler and change nothing.
-HINTS = {"tl.min_blocks_per_sm"}
+# Attributes and annotations that steer the compiler and change nothing.
+HINTS = {"tl.min_blocks_per_sm", "pragma_unroll_factor"}
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Statements:
             return self._parallel(node)
         if kind not in (SERIAL, PARALLEL, UNROLLED):
             raise UnsupportedError(f"loop of kind {kind}: {node.loop_var}")
-        if node.annotations:
-            names = ", ".join(str(name) for name in node.annotations)
+        names = ", ".join(sorted({str(name) for name in node.annotations} - HINTS))
+        if names:
             raise UnsupportedError(f"loop {node.loop_var} with {names} is not simulated")
         place = self.program.variable(node.loop_var)
         if self.expression.inner is not None:

@@ -17,6 +17,8 @@ from msa_tiles.verify.inputs import Source, spread
 TOKEN_MAJOR = (1, 0, 2)
 # Above so many pairs of a query and a key the whole score matrices of the yardstick do not pay.
 MOST_PAIRS = 1 << 20
+# What float32 sums in another order leave where the yardstick happens to be exact, as with a single key: dP = delta.
+ROUNDING = 1e-5
 
 
 class _Training:
@@ -98,7 +100,7 @@ class SparseAttentionBackward(_Training):
         for name, got, want, limit in zip(("dq", "dk", "dv"), outputs, wanted, accepted, strict=True):
             worst = max(worst, compare.numbers(name, got, want, self.case.tolerance[name]))
             if limit is not None:
-                compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit)
+                compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit + ROUNDING)
         return worst
 
     def _rounded(self, wanted: tuple[Tensor, ...]) -> tuple[float, ...]:
@@ -162,7 +164,7 @@ class IndexKl(_Training):
         for name, got, want, limit in zip(("d_idx_q", "d_idx_k"), outputs[2:], wanted, accepted, strict=True):
             worst = max(worst, compare.numbers(name, got, want, tolerance[name]))
             if limit is not None:
-                compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit)
+                compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit + ROUNDING)
         return worst
 
     def _rounded(self, wanted: tuple[Tensor, ...]) -> tuple[float, ...]:

@@ -93,15 +93,32 @@ class Memory(list):
     """Elements in a row; None where nothing was written."""
 
 
+class Pointer:
+    """A place in memory, which is its own address too."""
+
+    memspace = None
+
+    def __init__(self, memory: Memory, offset: int) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, places: int) -> Pointer:
+        return Pointer(self.memory, self.offset + int(places))
+
+    def toint(self) -> Pointer:
+        return self
+
+
 class Tensor:
     """A strided view of memory."""
 
     def __init__(self, memory: Memory, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         self.memory, self.offset, self.shape, self.stride = memory, offset, shape, stride
 
+    element_type = None
+
     @property
-    def iterator(self) -> Any:
-        return types.SimpleNamespace(memory=self.memory, offset=self.offset, toint=lambda: self.offset)
+    def iterator(self) -> Pointer:
+        return Pointer(self.memory, self.offset)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -129,6 +146,15 @@ class Tensor:
     def fill(self, value: Any) -> None:
         for i in range(len(self.memory)):
             self.memory[i] = value
+
+    def load(self) -> Tensor:
+        return self
+
+    def to(self, _element: Any) -> Tensor:
+        return self
+
+    def store(self, other: Tensor) -> None:
+        copy(None, other, self)
 
     def _index(self, places: tuple[Any, ...]) -> int:
         if len(places) == 1 < len(self.shape):  # a plain number counts along the first mode first
@@ -164,6 +190,12 @@ def empty(layout: Any, _element: Any = None) -> Tensor:
     """Memory that nobody wrote yet."""
     shape, stride = _compact(layout)
     return Tensor(Memory([None] * math.prod(shape)), 0, shape, stride)
+
+
+def copy(_atom: Any, source: Tensor, target: Tensor) -> None:
+    """Element by element; both sides have one mode."""
+    for i in range(target.shape[0]):
+        target[i] = source[i]
 
 
 class _Meeting:
@@ -377,6 +409,12 @@ def _stand_in() -> types.ModuleType:
         "make_layout": lambda shape, stride=None: _compact(shape) if stride is None else (shape, stride),
         "make_rmem_tensor": empty,
         "make_tensor": lambda at, layout: Tensor(at.memory, at.offset, *_compact(layout)),
+        "make_ptr": lambda _element, address, _memspace, assumed_align: address,
+        "nvgpu": types.SimpleNamespace(CopyUniversalOp=lambda: None),
+        "make_copy_atom": lambda *_arguments, **_options: None,
+        "copy": copy,
+        "autovec_copy": lambda source, target: copy(None, source, target),
+        "ceil_div": lambda number, by: Int32(-(-int(number) // int(by))),
         "size": lambda tensor, mode=None: math.prod(tensor.shape[m] for m in mode or range(len(tensor.shape))),
         "domain_offset": lambda at, tensor: Tensor(
             tensor.memory,

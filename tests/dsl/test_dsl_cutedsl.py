@@ -14,11 +14,14 @@ from torch import Tensor
 
 cutlass = pytest.importorskip("cutlass", reason="needs the extra `cutedsl`")
 
-from cutlass import Boolean, Float32, Int32, cute  # noqa: E402
+import cutlass.utils.hopper_helpers as hopper  # noqa: E402
+from cutlass import BFloat16, Boolean, Float32, Int32, cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
+from cutlass.tensor_utils import LayoutEnum  # noqa: E402
 
 from msa_tiles import reference  # noqa: E402
-from msa_tiles.dsl.cutedsl import maxima, queued, topk, varlen, warp  # noqa: E402
+from msa_tiles.dsl.cutedsl import gradients, maxima, queued, topk, varlen, warp  # noqa: E402
+from msa_tiles.dsl.cutedsl.gather import Rows  # noqa: E402
 from msa_tiles.runtime.registry import default_registry  # noqa: E402
 
 CAPACITY = 8
@@ -283,3 +286,53 @@ def test_a_schedule_places_every_edge_and_cuts_long_blocks() -> None:
             sizes.append(size)
         assert left == 0 and max(sizes) - min(sizes) < 8 * pieces
     assert at == int(totals[:, 1].sum()) and tasks[at].tolist() == [-7] * 4
+
+
+@cute.jit
+def places(layout: cutlass.Constexpr, out: cute.Tensor):
+    """Where a layout has its elements [row, column, tile]."""
+    for row in cutlass.range(out.shape[0]):
+        for column in cutlass.range(out.shape[1]):
+            for tile in cutlass.range(out.shape[2]):
+                out[row, column, tile] = layout((row, column, tile))
+
+
+@cute.jit
+def tile_places(
+    gathered: cute.Tensor, turned_gathered: cute.Tensor, keys: cute.Tensor, turned_keys: cute.Tensor,
+    scores: cute.Tensor, turned_scores: cute.Tensor, boxes: cute.Tensor, head_dim: cutlass.Constexpr,
+    block_size: cutlass.Constexpr, group: cutlass.Constexpr,
+):  # fmt: skip
+    """Gathered rows, keys and the gradients of scores, each by rows and by columns; boxes of partial results."""
+    rows, panels = Rows(BFloat16, head_dim, group), gradients.Panels(BFloat16, head_dim, group)
+    tiler = (64, block_size, head_dim)
+    places(rows.tiles_layout(3).outer, gathered)
+    places(gradients.turned_layout(BFloat16, head_dim, 64, 3, False).outer, turned_gathered)
+    places(hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, 1).outer, keys)
+    places(gradients.turned_layout(BFloat16, head_dim, block_size, 1, True).outer, turned_keys)
+    places(panels.tiles_layout(2 * block_size // 64).outer, scores)
+    places(gradients.turned_layout(BFloat16, 64, block_size, 2, False).outer, turned_scores)
+    shape, stride = panels.boxes_layout(2)
+    box = cute.make_layout(shape, stride=stride)
+    for token in cutlass.range(boxes.shape[0]):
+        for head in cutlass.range(group):
+            for column in cutlass.range(64):
+                place = (head % panels.box[0], column, 0, head // panels.box[0], token, 1)
+                boxes[token, head, column] = box(place)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "group"), [(128, 128, 16), (128, 64, 8), (64, 128, 4), (64, 64, 1)])
+def test_tiles_are_read_by_rows_and_by_columns(head_dim: int, block_size: int, group: int) -> None:
+    consumers, tokens = block_size // 64, 64 // max(group, 8)
+    gathered, turned_gathered = int32(64, head_dim, 3), int32(head_dim, 64, 3)
+    keys, turned_keys = int32(block_size, head_dim, 1), int32(head_dim, block_size, 1)
+    scores, turned_scores = int32(64, 64, 2 * consumers), int32(64, block_size, 2)
+    boxes = int32(tokens, group, 64)
+    tensors = (gathered, turned_gathered, keys, turned_keys, scores, turned_scores, boxes)
+    run(tile_places, *tensors, head_dim, block_size, group)
+    assert len(gathered.unique()) == gathered.numel() and torch.equal(gathered, turned_gathered.transpose(0, 1))
+    assert len(keys.unique()) == keys.numel() and torch.equal(keys, turned_keys.transpose(0, 1))
+    # The keys of a consumer are a tile of their own, [key, row, buffer and consumer].
+    of_consumers = scores.unflatten(2, (2, consumers)).permute(1, 3, 0, 2).flatten(1, 2)
+    assert len(scores.unique()) == scores.numel() and torch.equal(of_consumers, turned_scores)
+    assert torch.equal(boxes, scores[..., 1].unflatten(0, (tokens, -1))[:, :group])

@@ -186,6 +186,9 @@ class Array:
     def to(self, _element: Any) -> Array:
         return self
 
+    def fill(self, value: Any) -> None:
+        self.values[...] = value
+
     def store(self, other: Array) -> None:
         self.values[...] = other.values
 

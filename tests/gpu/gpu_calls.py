@@ -55,6 +55,7 @@ class Calls:
         self.partial_lse = normal(3, total_q, 8).float()
         self.score = reference.index_score(self.idx_q.float(), self.idx_k.float(), **self.where)
         self.ids = reference.select_blocks(self.idx_q.float(), self.idx_k.float(), 4, **self.where)
+        self.dout = normal(total_q, 64, 128)
 
     def all(self, module: object) -> dict[str, Callable[[], Tensor]]:
         """The calls, made through `msa_tiles.ops`, `Named` or `msa_tiles.reference`."""
@@ -76,6 +77,28 @@ class Calls:
             "combine": lambda: module.combine(self.partial_out, self.partial_lse)[0],
         }
 
+    def training(self, module: object) -> dict[str, Callable[[], Tensor]]:
+        """The gradients, one after the other in one row; those of the index KL, of a sum in place of the mean,
+        behind its loss."""
+        main = self.q, self.k, self.v
+        out, lse = reference.sparse_attention(*(tensor.float() for tensor in main), self.ids, **self.where)
+
+        def backward() -> Tensor:
+            given = (self.dout, *main, out.to(torch.bfloat16), lse, self.ids)
+            return _row(module.sparse_attention_backward(*given, **self.where))
+
+        def divergence() -> Tensor:
+            given = (self.q, self.k, lse)
+            share = float(lse.shape[0] * self.k.shape[1])
+            if module is reference:
+                loss, *gradients = module.index_kl(*given, self.idx_q, self.idx_k, self.ids, **self.where)
+                return _row((loss, *(share * gradient.float() for gradient in gradients)))
+            leaves = [tensor.detach().requires_grad_() for tensor in (self.idx_q, self.idx_k)]
+            loss = module.index_kl(*given, *leaves, self.ids, **self.where)
+            return _row((loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, share))))
+
+        return {"sparse_attention_backward": backward, "index_kl": divergence}
+
     @staticmethod
     def _like(module: object, name: str, plain: str) -> Callable[..., Any]:
         """The decode operator, or where the module has none, the one whose answer it gives."""
@@ -93,13 +116,19 @@ class Calls:
         return result[0] if isinstance(result, tuple) else result
 
 
+def _row(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([tensor.float().flatten() for tensor in tensors])
+
+
 def main(backend: str) -> None:
     calls, named = Calls(), Named(backend)
-    wanted = calls.all(reference)
-    served = {name: call for name, call in calls.all(named).items() if named.has(name)}
-    assert served
-    for name, call in served.items():
-        torch.testing.assert_close(call().float(), wanted[name]().float(), atol=0.02, rtol=0.02, msg=name)
+    assert any(named.has(name) for name in calls.all(named))
+    # Gradients of keys are sums over many queries: larger, and rounded to bfloat16 like the others.
+    for group, atol in ((calls.all, 0.02), (calls.training, 0.05)):
+        wanted = group(reference)
+        for name, call in group(named).items():
+            if named.has(name):
+                torch.testing.assert_close(call().float(), wanted[name]().float(), atol=atol, rtol=0.02, msg=name)
     torch.cuda.synchronize()
 
 

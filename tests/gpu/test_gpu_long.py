@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.bench.operators import training
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +62,27 @@ def test_a_million_tokens_in_one_call() -> None:
         assert (ids[:, token] == wanted).float().mean() > 0.95  # near ties may fall otherwise in bfloat16
         torch.testing.assert_close(out[token].float(), row(q, k, v, ids, token), atol=0.01, rtol=0.02)
     assert not bool(out[::4099].isnan().any()) and not bool(lse[::4099].isnan().any())
+
+
+@pytest.mark.slow
+def test_training_on_256k_tokens() -> None:
+    """Forward, backward and KL of one sequence, with little beside inputs, results and the workspace of 1 GiB."""
+    total = 1 << 18
+    if torch.cuda.mem_get_info()[0] < 70 * GIB:
+        pytest.skip("needs 70 GiB of free GPU memory")
+    case = dataclasses.replace(training.find("train_128k"), num_q=total, num_k=total)
+    bench = training.prepare(case, torch.device("cuda"), "bf16")
+    inputs = bench.make(torch.seed() % (1 << 20))
+    call = bench.ours("auto", inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - held - sum(tensor.nbytes for tensor in results)
+    # Sums of dK and dV in float32 are as large as K and V four times over; schedules count ids.
+    assert extra <= GIB + 4 * inputs.main.k.nbytes + 4 * results[2].nbytes + GIB // 2
+    assert bench.check(inputs, results) is None
 
 
 def paged_batch(lengths_q: list[int], lengths_k: list[int], page: int, seed: int) -> dict[str, Tensor]:

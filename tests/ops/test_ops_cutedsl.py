@@ -267,6 +267,18 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
 
 
+@pytest.mark.parametrize(("place", "make"), PLACES[:2])
+def test_sparse_attention_backward(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]
+) -> None:
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    q, lse, ids = make(130, 32, 128), torch.zeros(130, 64)[:, ::2], integers(2, 130, 3)
+    ops.sparse_attention_backward(q, q, k, k, q, lse, ids, **where)
+    ops.sparse_attention_backward(q, q, k, k, q, lse, ids, dlse=lse, **where)
+    assert launched == ["build_schedule", "gradient_rows", "sparse_attention_backward", "merge_gradients"] * 2
+
+
 @TARGETS
 @pytest.mark.parametrize("make", [normal, strided])
 def test_combine(launched: list[str], make: Callable[..., Tensor]) -> None:

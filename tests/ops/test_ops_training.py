@@ -214,22 +214,6 @@ class TestGradients:
         with torch.no_grad():
             ops.sparse_attention(**data, **OPTIONS, **{name: buffers[name]})
 
-    def test_one_schedule_serves_forward_backward_and_divergence(self, monkeypatch):
-        built = []
-        original = module("msa_attention").build_schedule
-        monkeypatch.setattr(
-            module("msa_attention"), "build_schedule", lambda *a, **k: built.append(1) or original(*a, **k)
-        )
-        monkeypatch.setattr("msa_tiles.reference.attention.build_schedule", None)
-        monkeypatch.setattr("msa_tiles.reference.backward.build_schedule", None)
-        monkeypatch.setattr("msa_tiles.reference.kl.build_schedule", None)
-        gradients(training_loss, tensors())
-        assert built == [1]
-        monkeypatch.undo()
-        # Without gradients attention goes window by window with schedules of its own.
-        monkeypatch.setattr(module("msa_attention"), "build_schedule", None)
-        ops.msa_attention(**tensors(), topk=2, **OPTIONS)
-
     def test_deterministic_follows_torch(self, monkeypatch):
         seen = []
         pair = module("sparse_attention_backward")._OPERATOR
@@ -446,3 +430,14 @@ class TestValues:
             if views is data:
                 wanted = found
         same(found, wanted)
+
+
+def test_a_chunk_without_lengths_sees_every_key():
+    """The last 5 of 17 tokens, as one request that nothing but the tensors describes."""
+    data = tensors(lengths=(17,))
+    tail = {name: value[-5:] if name in ("q", "idx_q") else value for name, value in data.items()}
+    late = (torch.arange(17) >= 12).float()
+    whole, of_late = ops.msa_attention(**data, topk=2, block_size=4, return_kl=True, token_weights=late)
+    out, loss = ops.msa_attention(**tail, topk=2, block_size=4, return_kl=True)
+    torch.testing.assert_close(out, whole[-5:])
+    torch.testing.assert_close(loss, of_late * 17 / 5)

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "__main__": ANYTHING,
 }
 # What kernels and device helpers of a DSL import: the DSL, and types to annotate with.
-OF_DSL = {"tilelang": {"tilelang"}, "cutedsl": {"cutlass", "typing"}}
+OF_DSL = {"tilelang": {"tilelang", "typing"}, "cutedsl": {"cutlass", "typing"}}
 HEAVY = {"torch", "tilelang", "tvm", "tvm_ffi", "cutlass"}
 
 

@@ -78,6 +78,30 @@ def printed():
     return main
 
 
+def voted():
+    """A vote that names some lanes only."""
+
+    @T.prim_func
+    def main(out: T.Tensor((32,), "int32")):
+        with T.Kernel(1, threads=32):
+            tx = T.get_thread_binding()
+            out[tx] = T.any_sync(tx == 3, mask=0xFF)
+
+    return main
+
+
+def hinted():
+    """A loop with an annotation that may mean anything."""
+
+    @T.prim_func
+    def main(out: T.Tensor((32,), "int32")):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(32, annotations={"pragma_unknown": 1}):
+                out[i] = i
+
+    return main
+
+
 def narrow():
     """An element type that is not simulated."""
 

@@ -112,6 +112,38 @@ def reduction():
     return main
 
 
+def votes():
+    """What the lanes of a warp tell each other: one row for each operation. Warp w asks whether x is above w."""
+
+    @T.prim_func
+    def main(x: T.Tensor((THREADS,), "int32"), out: T.Tensor((5, THREADS), "int32")):
+        with T.Kernel(1, threads=THREADS):
+            bits = T.alloc_var("uint32")
+            tx = T.get_thread_binding()
+            bits = T.cast(T.ballot(x[tx] > tx // 32), "uint32")
+            out[0, tx] = T.reinterpret(bits, "int32")
+            out[1, tx] = T.any_sync(x[tx] > tx // 32)
+            out[2, tx] = T.warp_reduce_min(x[tx])
+            out[3, tx] = T.popcount(x[tx])
+            out[4, tx] = T.cast(T.popcount(bits), "int32")
+
+    return main
+
+
+def no_numbers():
+    """The bits of differences, some of them NaN."""
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((THREADS,), "float32"), y: T.Tensor((THREADS,), "float32"), out: T.Tensor((THREADS,), "int32")
+    ):
+        with T.Kernel(1, threads=THREADS):
+            tx = T.get_thread_binding()
+            out[tx] = T.reinterpret(x[tx] - y[tx], "int32")
+
+    return main
+
+
 def turns():
     """The lanes of a warp pass values on through shared memory."""
 

@@ -53,6 +53,8 @@ def test_arguments_are_checked(arguments: tuple[Any, ...], message: str) -> None
         ("pipelined", ((4, 64, 64), (4, 64, 64)), "num_stages"),
         ("accumulated", ((64, 64), (64, 64)), "cumsum"),
         ("printed", ((32,),), "is not simulated"),
+        ("voted", ((32,),), "vote of a part of a warp"),
+        ("hinted", ((32,),), "with pragma_unknown is not simulated"),
         ("narrow", ((32,),), "float8_e5m2 is not simulated"),
     ],
 )

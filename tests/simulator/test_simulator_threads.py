@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from msa_tiles.simulator import (
 def build(tmp_path: Path) -> Any:
     """build(name, *replacements): a kernel of small_threads, or of a copy of it with pieces of text replaced."""
     return lambda name, *replacements: getattr(planted("small_threads", tmp_path, *replacements), name)()
+
+
+LAST_VOTE = '            out[4, tx] = T.cast(T.popcount(bits), "int32")\n'
 
 
 def whole(low: int, high: int, *shape: int) -> Tensor:
@@ -112,6 +116,44 @@ def test_a_barrier_or_shuffle_by_a_part_of_a_warp_is_refused(build: Any) -> None
     half = build("reduction", (shuffle, "if tx % 32 < 16:\n" + " " * 20 + shuffle))
     with pytest.raises(DivergenceError, match="shuffle"):
         simulate(half, x, sums)
+
+
+def test_votes_and_reductions_of_a_warp(build: Any) -> None:
+    x, out = whole(-3, 6, 128), torch.full((5, 128), -77, dtype=torch.int32)
+    x[32:64], x[5] = 1, -(2**31)
+    simulate(build("votes"), x, out)
+    for warp, (lanes, got) in enumerate(zip(x.view(4, 32).tolist(), out.view(5, 4, 32).unbind(1), strict=True)):
+        bits = sum(1 << lane for lane, value in enumerate(lanes) if value > warp)
+        assert (got[0] == np.uint32(bits).view(np.int32).item()).all()
+        assert (got[1] == int(bits != 0)).all()
+        assert (got[2] == min(lanes)).all()
+        assert got[3].tolist() == [(value & 0xFFFFFFFF).bit_count() for value in lanes]
+        assert (got[4] == bits.bit_count()).all()
+
+
+@pytest.mark.parametrize("vote", ["T.ballot(x[tx] > 0)", "T.any_sync(x[tx] > 0)", "T.warp_reduce_min(x[tx])"])
+def test_a_vote_by_a_part_of_a_warp_is_refused(build: Any, vote: str) -> None:
+    half = build(
+        "votes", (LAST_VOTE, f"            if tx % 32 < 16:\n                out[4, tx] = T.cast({vote}, 'int32')\n")
+    )
+    with pytest.raises(DivergenceError, match="by a part of a warp"):
+        simulate(half, whole(-3, 6, 128), torch.empty((5, 128), dtype=torch.int32))
+
+
+def test_warps_may_vote_apart(build: Any) -> None:
+    some = build("votes", (LAST_VOTE, "            if tx < 64:\n                out[4, tx] = T.any_sync(x[tx] > 4)\n"))
+    x, out = torch.arange(128, dtype=torch.int32), torch.full((5, 128), -77, dtype=torch.int32)
+    simulate(some, x, out)
+    assert (out[4] == torch.tensor([1, 1, -77, -77]).repeat_interleave(32)).all()
+
+
+def test_float_arithmetic_makes_the_nan_of_the_gpu(build: Any) -> None:
+    x, y, out = real(128), real(128), torch.empty(128, dtype=torch.int32)
+    x[:3] = torch.tensor([math.inf, -math.inf, -math.nan])
+    y[:4] = torch.tensor([math.inf, -math.inf, 1.0, math.nan])
+    simulate(build("no_numbers"), x, y, out)
+    assert (out[:4] == 0x7FFFFFFF).all()
+    assert torch.equal(out[4:], (x - y)[4:].view(torch.int32))
 
 
 def test_a_barrier_that_a_warp_skips_never_opens(build: Any) -> None:

@@ -13,6 +13,7 @@ from msa_tiles.bench.operators import (
     select_blocks,
     sparse_attention,
     topk_select,
+    training,
 )
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         prefill.BENCHMARK,
         *decode_parts.BENCHMARKS,
         decode.BENCHMARK,
+        *training.BENCHMARKS,
     )
 }
 """By operator, in the order of tables."""
