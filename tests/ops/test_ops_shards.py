@@ -1,4 +1,4 @@
-"""``k_offset`` on kernels, without a GPU: the stand-ins of `test_ops_kernels` know no offset, the reference does."""
+"""``k_offset`` on kernels, without a GPU: the stand-ins of `kernel_stand_ins` know no offset, the reference does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from ops import test_ops_kernels as stand_ins
 from ops.calls import BLOCK, OPERATORS, WITH_OFFSETS, call, paged
 from reference.batches import Batch, batches
 
 from msa_tiles import cli, ops
 from msa_tiles.ops import _dispatch, _shard, _where
 
-kernels = stand_ins.kernels
 BIG = torch.iinfo(torch.int32)
 ORDERS = ("ascending", "score", "local_last")
 # Operators on keys that the stand-ins serve: the decode operators rewrite calls with the same functions.
