@@ -279,6 +279,25 @@ def test_sparse_attention_backward(
     assert launched == ["build_schedule", "gradient_rows", "sparse_attention_backward", "merge_gradients"] * 2
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(("place", "make"), PLACES[:2])
+def test_index_kl(launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], prefix: bool) -> None:
+    """With gradients and without, of selected blocks and of the whole prefix."""
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    q, lse, idx_q = make(130, 32, 128), torch.zeros(130, 64)[:, ::2], make(130, 2, 128)
+    idx_k = place(make, None, 128)["keys"]
+    ids = None if prefix else integers(2, 130, 3)
+    ops.index_kl(q, k, lse, idx_q, idx_k, ids, **where)
+    weights = torch.ones(130)
+    ops.index_kl(q, k, lse, idx_q.requires_grad_(), idx_k, ids, token_weights=weights, **where)
+    assert set(launched) == {"build_schedule", "index_lse", "index_kl", "index_gradients"}
+    # One window each time; gradients follow only where they are wanted.
+    assert [name for name in launched if name != "build_schedule"] == [
+        *["index_lse", "index_kl"] * 2, "index_gradients"
+    ]  # fmt: skip
+
+
 @TARGETS
 @pytest.mark.parametrize("make", [normal, strided])
 def test_combine(launched: list[str], make: Callable[..., Tensor]) -> None:
