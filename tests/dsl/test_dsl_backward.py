@@ -406,7 +406,7 @@ class Problem(NamedTuple):
 
 # (block, edges, further). Two further tasks of the first block, short ones, and a block that ends inside; and fewer.
 TASKS = ((0, 11, 0), (0, 4, 1), (0, 1, 1), (2, 1, 0), (3, 8, 0), (1, 5, 0))
-FEW = ((0, 11, 0), (0, 5, 1), (3, 8, 0))
+FEW = ((0, 9, 0), (0, 5, 1), (3, 8, 0))
 
 
 def problem(seed: int, block_size: int, head_dim: int, wanted_tasks: tuple[tuple[int, int, int], ...]) -> Problem:
@@ -426,7 +426,8 @@ def problem(seed: int, block_size: int, head_dim: int, wanted_tasks: tuple[tuple
         slots = [0] * WINDOW
         at = 0
         behind = blocks * block_size
-        for block, wanted, further in wanted_tasks:
+        # The second head has the last tasks alone, which is enough to see that its claims and rows are its own.
+        for block, wanted, further in wanted_tasks[0 if head == 0 else -2 :]:
             queries = [token for token in generator.permutation(WINDOW) if slots[token] < TOPK][:wanted]
             valid = min(block_size, length - block * block_size)
             rooms = [int(generator.integers(0, valid)) if block % 2 else valid - 1 for _ in queries]
@@ -563,6 +564,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str) -> None:
     right, wrong = FAULTS[fault]
