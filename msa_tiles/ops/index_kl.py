@@ -69,7 +69,7 @@ def index_kl(
     parts: tuple[Any, ...] = (None, None, None, 0)
     if block_indices is not None:
         _validate.int32("block_indices", block_indices, [num_kv_heads, total_q, None], "[Hkv, T, k]", q, "q")
-        parts = schedule_parts(schedule, block_indices, block_size, where)
+        parts = schedule_parts(schedule, block_indices, block_size, where, k.shape[0])
     elif schedule is not None:
         _validate.refuse("schedule", "a schedule without block_indices", "None: the whole prefix needs none")
     where.validate(total_q, q, "q", k, check)

@@ -170,7 +170,7 @@ def attention_arguments(
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-        schedule.validate(block_indices, block_size, where)
+        schedule.validate(block_indices, block_size, where, k.shape[0])
         parts = (schedule.edges, schedule.tasks, schedule.counts, schedule.window)
     scratch, scratch_bytes = _workspace(workspace, q)
     scale = _validate.softmax_scale(softmax_scale, head_dim)

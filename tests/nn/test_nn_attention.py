@@ -260,7 +260,7 @@ def test_wrong_calls():
         layer(torch.zeros(6, 20), token_weights=torch.ones(5))
     with pytest.raises(ValueError, match=r"^token_weights: got shape \[3, 2\]; wanted \[B, S\] = \[2, 3\]"):
         layer(torch.zeros(2, 3, 20), token_weights=torch.ones(3, 2))
-    with pytest.raises(ValueError, match="^hidden: got hidden size 19; wanted 20"):
+    with pytest.raises(ValueError, match=r"^hidden: got hidden size 19; wanted 20"):
         layer(torch.zeros(6, 19))
     for kind, wrong in (
         (TypeError, [0, 6]),
@@ -268,6 +268,6 @@ def test_wrong_calls():
         (ValueError, torch.zeros(2, 2, dtype=torch.int32)),
         (ValueError, torch.zeros(0, dtype=torch.int32)),
     ):
-        with pytest.raises(kind, match="^cu_seqlens: got "):
+        with pytest.raises(kind, match=r"^cu_seqlens: got "):
             layer(torch.zeros(6, 20), cu_seqlens=wrong)
     assert "4 query heads on 2 KV heads, topk=2" in repr(layer)

@@ -116,6 +116,17 @@ def test_selections_and_schedules(op):
         return {"schedule": ops.build_schedule(arguments["block_indices"], block_size=2, **where)}
 
     fails(op, other_schedule, "schedule: got one for 2 KV heads, 23 queries, topk 2, block_size 2; wanted")
+
+    def schedule_without_keys(arguments):
+        """The last 9 queries alone on all keys of one sequence."""
+        names = ("dout", "q", "out", "lse", "dlse", "idx_q")
+        rows = {name: arguments[name][-9:] for name in names if arguments.get(name) is not None}
+        rows |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "block_indices": arguments["block_indices"][:, -9:]}
+        made = ops.build_schedule(rows["block_indices"], block_size=arguments["block_size"])
+        return {**rows, "schedule": made}
+
+    message = "schedule: got one made without key lengths, for as many keys as queries (9); wanted one made with"
+    fails(op, schedule_without_keys, message)
     if op == "index_kl":
         message = "schedule: got a schedule without block_indices; wanted None: the whole prefix needs none"
         fails(op, lambda a: {**other_schedule(a), "block_indices": None}, message)
