@@ -33,6 +33,8 @@ def tensor(name: str, value: Any, dims: str) -> Tensor:
         refuse_type(name, type(value).__name__, f"a tensor {dims}")
     if value.dim() != dims.count(",") + 1:
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims.count(',') + 1} dimensions {dims}")
+    if value.layout != torch.strided:
+        refuse_type(name, f"layout {value.layout}", "torch.strided")
     return value
 
 

@@ -198,6 +198,14 @@ def attention_tensors(q: Tensor, k: Tensor, v: Tensor, where: Where, block_size:
         _where.page_size("k", k, block_size)
 
 
+def same_rows(idx_k: Tensor, k: Tensor, paged: bool) -> None:
+    """Check that the index keys are of the tokens that k holds: positions are counted from their number."""
+    _validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", k, "k")
+    if idx_k.shape[:-1] != ((k.shape[0], k.shape[2]) if paged else k.shape[:1]):
+        rows = "pages and page size" if paged else "tokens"
+        _validate.refuse("idx_k", f"shape {_validate.shape_text(idx_k.shape)}", f"the {rows} of k")
+
+
 def run(
     operator: _library.OperatorPair,
     arguments: tuple[Any, ...],

@@ -314,6 +314,12 @@ def test_attention_parameters(op):
     fails(op, {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
 
 
+@pytest.mark.parametrize(("op", "name"), [("sparse_attention", "block_indices"), ("combine", "partial_lse")])
+def test_sparse_tensors(op, name):
+    message = f"{name}: got layout torch.sparse_coo; wanted torch.strided"
+    fails(op, lambda a: {name: a[name].to_sparse()}, message, TypeError)
+
+
 def test_schedules_of_another_call():
     message = "schedule: got tuple; wanted a Schedule of build_schedule, or None"
     fails("sparse_attention", {"schedule": (1, 2)}, message, TypeError)

@@ -78,6 +78,13 @@ def test_the_index_branch():
 def test_the_whole():
     op = "msa_attention"
     fails(op, lambda a: {"idx_q": a["idx_q"][1:]}, "idx_q: got 22 tokens; wanted 23 like q")
+    # Selection would count positions from other lengths than attention.
+    whole = {"cu_seqlens_q": None, "cu_seqlens_k": None}
+    message = "idx_k: got shape [22, 4]; wanted the tokens of k"
+    fails(op, lambda a: {**whole, "idx_k": a["idx_k"][1:]}, message)
+    fails(op, {"idx_k": [[1.0]]}, "idx_k: got list; wanted a tensor [Tk, Di]", TypeError)
+    fails(op, {"index_scale": "1"}, "index_scale: got str; wanted a number or None", TypeError)
+    fails(op, {"token_weights": torch.ones(4)}, "token_weights: got shape [4]; wanted [T] = [23]")
     message = "idx_q: got dtype torch.bfloat16; wanted torch.float32 like q"
     fails(op, lambda a: {name: a[name].bfloat16() for name in ("idx_q", "idx_k")}, message, TypeError)
     many = {"return_kl": True}
