@@ -158,7 +158,7 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         refusals=refusals,
         queries=block_indices.shape[1],
     )
-    if block_indices.numel() == 0 or where.num_requests == 0:
+    if block_indices.numel() == 0 or where.num_requests == 0 or where.max_seqlen_k == 0:
         counts.zero_()
         return
     _dispatch.attention_kernels().build_schedule(

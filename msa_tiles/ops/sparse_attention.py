@@ -288,10 +288,11 @@ def prepare_attention(
         + _dispatch.oversized_table(where, block_size),
         queries=q.shape[0],
     )
-    if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
+    longest_k = stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k)
+    if 0 in (q.numel(), k.numel(), block_indices.numel(), where.num_requests, longest_k):
         _dispatch.find_kernel(facts, backend)
         return None
-    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
     return prepare(
         facts,
         backend,
@@ -300,7 +301,7 @@ def prepare_attention(
         num_requests=where.num_requests,
         block_size=block_size,
         softmax_scale=scale,
-        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
+        longest_k=longest_k,
         schedule_window=None if edges is None else window,
         workspace_bytes=workspace_bytes,
         out=out,
