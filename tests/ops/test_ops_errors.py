@@ -258,6 +258,11 @@ def test_buffers_of_the_caller(op, name, dims, shape, dtype):
     repeated = good[:1].expand(shape)
     message = f"{name}: got strides {list(repeated.stride())}; wanted a buffer that holds every element once"
     fails(op, {name: repeated}, message)
+    # Rows that run into each other.
+    sizes = list(shape)
+    folded = torch.zeros(good.numel(), dtype=dtype).as_strided(sizes, [*[max(sizes[-1] // 2, 1)] * (len(sizes) - 1), 1])
+    message = f"{name}: got strides {list(folded.stride())}; wanted a buffer that holds every element once"
+    fails(op, {name: folded}, message)
 
 
 @pytest.mark.parametrize("op", SCORERS)
