@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from msa_tiles import ops
 from msa_tiles.nn.parts import HeadNorm, rotate
+from msa_tiles.ops import _validate
 
 
 class AttentionOutput(NamedTuple):
@@ -57,24 +58,26 @@ class MiniMaxSparseAttention(nn.Module):
     ) -> None:
         """``rotary_dim`` of the ``head_dim`` and of the ``index_dim`` dimensions are rotated, the rest are not.
 
-        Raises ``ValueError`` for sizes that do not fit together.
+        Raises ``ValueError`` or ``TypeError`` for sizes that cannot be or do not fit together.
         """
         super().__init__()
-        for name, value in (
-            ("hidden_size", hidden_size),
-            ("num_q_heads", num_q_heads),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("index_dim", index_dim),
-            ("topk", topk),
-            ("block_size", block_size),
+        for name, value, least in (
+            ("hidden_size", hidden_size, 1),
+            ("num_q_heads", num_q_heads, 1),
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_dim", head_dim, 1),
+            ("index_dim", index_dim, 1),
+            ("topk", topk, 1),
+            ("block_size", block_size, 1),
+            ("init_blocks", init_blocks, 0),
+            ("local_blocks", local_blocks, 0),
+            ("rotary_dim", rotary_dim, 0),
         ):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}; wanted at least 1")
+            _validate.integer(name, value, least)
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads: got {num_q_heads}; wanted a multiple of the {num_kv_heads} KV heads")
-        if rotary_dim % 2 or not 0 <= rotary_dim <= min(head_dim, index_dim):
-            most = min(head_dim, index_dim)
+        most = min(head_dim, index_dim)
+        if rotary_dim % 2 or rotary_dim > most:
             raise ValueError(f"rotary_dim: got {rotary_dim}; wanted an even number up to {most}")
         self.num_q_heads, self.num_kv_heads = num_q_heads, num_kv_heads
         self.head_dim, self.index_dim = head_dim, index_dim
@@ -113,6 +116,15 @@ class MiniMaxSparseAttention(nn.Module):
         branch would make.
         """
         shape = hidden.shape
+        if hidden.dim() not in (2, 3):
+            raise ValueError(f"hidden: got {hidden.dim()} dimensions; wanted [T, hidden_size] or [B, S, hidden_size]")
+        if shape[-1] != self.q_proj.in_features:
+            _validate.refuse("hidden", f"hidden size {shape[-1]}", str(self.q_proj.in_features))
+        if token_weights is not None:
+            # Flattened, weights [S, B] would pass for [B, S].
+            dims = "[T]" if hidden.dim() == 2 else "[B, S]"
+            _validate.float32("token_weights", token_weights, shape[:-1], dims, hidden, "hidden")
+            token_weights = token_weights.flatten()
         if hidden.dim() == 3:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: got a tensor beside hidden [B, S, hidden_size]; wanted None")
@@ -120,9 +132,10 @@ class MiniMaxSparseAttention(nn.Module):
             cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=hidden.device) * length
             max_seqlen = length
             hidden = hidden.flatten(0, 1)
-            token_weights = None if token_weights is None else token_weights.flatten()
-        elif hidden.dim() != 2:
-            raise ValueError(f"hidden: got {hidden.dim()} dimensions; wanted [T, hidden_size] or [B, S, hidden_size]")
+        elif cu_seqlens is not None:
+            _validate.int32("cu_seqlens", cu_seqlens, [None], "[B + 1]", hidden, "hidden")
+            if cu_seqlens.shape[0] == 0:
+                _validate.refuse("cu_seqlens", "shape [0]", "[B + 1], at least one element")
         want_kl = self.training if return_kl is None else return_kl
         positions = _positions(hidden.shape[0], cu_seqlens, hidden.device)
 
@@ -138,7 +151,7 @@ class MiniMaxSparseAttention(nn.Module):
         out, kl, selected = attend(
             q, k, v, hidden.detach(), positions, where, token_weights, want_kl, return_block_indices
         )
-        return AttentionOutput(self.o_proj(out.flatten(1)).view(*shape[:-1], -1), kl, selected)
+        return AttentionOutput(self.o_proj(out.flatten(1)).view(shape), kl, selected)
 
     def queries_and_keys(self, hidden: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q [T, Hq, D] and k [Tk, Hkv, D] of the main branch for ``hidden`` [T, hidden_size], to look at attention."""

@@ -61,7 +61,8 @@ def write(
         _dispatch.broken_rules("sparse_attention_backward", topk=block_indices.shape[2]),
         queries=q.shape[0],
     )
-    if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
+    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
+    if 0 in (q.numel(), k.numel(), block_indices.numel(), where.num_requests, longest_k):
         _dispatch.find_kernel(facts, backend)
         for destination in gradients:
             destination.zero_()
@@ -82,7 +83,7 @@ def write(
         _dispatch.place(where, q.shape[0], k.shape[0], block_size, q.device),
         block_size=block_size,
         softmax_scale=scale,
-        longest_k=k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k),
+        longest_k=longest_k,
         schedule=None if edges is None else (edges, tasks, counts, window),
         workspace_bytes=workspace_bytes,
         deterministic=deterministic,

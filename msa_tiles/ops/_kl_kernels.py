@@ -120,7 +120,9 @@ def index_kl(
     if made is not None:
         window, num_tasks = made[0].window, made[0].tasks.shape[2]
     num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
-    weights = torch.ones(total_q, device=q.device) if token_weights is None else token_weights
+    weights = token_weights
+    if weights is None:
+        weights = torch.ones(total_q, dtype=torch.float32, device=q.device)
     share = 1.0 / (total_q * num_kv_heads)
     rows, partials = (window, num_tasks) if gradients else (1, 1)
     partial_dq = _floats(q, rows, topk, num_kv_heads, index_dim)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -30,13 +32,18 @@ class OperatorPair:
     mutated: int
 
     def functional(self, *arguments: Any) -> Any:
-        return self.compute(*arguments) if plain(arguments) else self.registered_functional(*arguments)
+        if plain(arguments):
+            return self.compute(*arguments)
+        results = self.registered_functional(*arguments)
+        _refuse_tangents(self.name, arguments, results if isinstance(results, tuple) else (results,))
+        return results
 
     def mutating(self, *arguments: Any) -> None:
         if plain(arguments):
             self.write(*arguments)
             written(arguments[-self.mutated :])
         else:
+            _refuse_tangents(self.name, arguments[: -self.mutated], arguments[-self.mutated :])
             self.registered_mutating(*arguments)
 
 
@@ -48,6 +55,8 @@ def written(buffers: Sequence[Tensor | None]) -> None:
 def untraced() -> bool:
     """Does nobody trace or transform what is called now?"""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    if forward_ad._current_level >= 0 or torch._C._is_tracing():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 
@@ -66,6 +75,22 @@ def plain(arguments: Sequence[Any]) -> bool:
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tensor | None]) -> None:
+    """Operators have no derivative in forward mode, and torch would take theirs for 0 without a word.
+
+    Ids are constants in any mode: an operator that returns nothing else may be called.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if not any(result is not None and result.is_floating_point() for result in results):
+        return
+    for value in arguments:
+        while isinstance(value, Tensor) and is_batchedtensor(value):
+            value = get_unwrapped(value)
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(f"{name} has no derivative in forward mode (torch.func.jvp), only in backward")
 
 
 def _without_autocast(write: Callable[..., None]) -> Callable[..., None]:

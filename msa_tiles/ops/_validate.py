@@ -33,6 +33,8 @@ def tensor(name: str, value: Any, dims: str) -> Tensor:
         refuse_type(name, type(value).__name__, f"a tensor {dims}")
     if value.dim() != dims.count(",") + 1:
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims.count(',') + 1} dimensions {dims}")
+    if value.layout != torch.strided:
+        refuse_type(name, f"layout {value.layout}", "torch.strided")
     return value
 
 
@@ -147,9 +149,19 @@ def destination(
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
     same_device(name, value, like, like_name)
     unit_last_stride(name, value)
-    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+    if not _holds_once(value):
         refuse(name, f"strides {shape_text(value.stride())}", "a buffer that holds every element once")
     return value
+
+
+def _holds_once(value: Tensor) -> bool:
+    """Whether every stride passes over what the smaller ones reach, as in any view of a dense tensor."""
+    dims = [(size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
+    for index, (_, stride) in enumerate(dims):
+        others = dims[:index] + dims[index + 1 :]
+        if stride <= sum((size - 1) * smaller for size, smaller in others if smaller <= stride):
+            return False
+    return True
 
 
 def scratch(name: str, value: Any, like: Tensor, like_name: str) -> Tensor:

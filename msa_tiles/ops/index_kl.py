@@ -69,7 +69,7 @@ def index_kl(
     parts: tuple[Any, ...] = (None, None, None, 0)
     if block_indices is not None:
         _validate.int32("block_indices", block_indices, [num_kv_heads, total_q, None], "[Hkv, T, k]", q, "q")
-        parts = schedule_parts(schedule, block_indices, block_size, where)
+        parts = schedule_parts(schedule, block_indices, block_size, where, k.shape[0])
     elif schedule is not None:
         _validate.refuse("schedule", "a schedule without block_indices", "None: the whole prefix needs none")
     where.validate(total_q, q, "q", k, check)
@@ -187,7 +187,8 @@ def _write(
     # A missing kernel is refused here, before anything is imported that launches one.
     _dispatch.find_kernel(facts, backend)
     nothing_selected = block_indices is not None and block_indices.numel() == 0
-    if q.numel() == 0 or k.numel() == 0 or nothing_selected or where.num_requests == 0:
+    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
+    if nothing_selected or 0 in (q.numel(), k.numel(), where.num_requests, longest_k):
         for destination in (loss, d_idx_q, d_idx_k):
             destination.zero_()
         return
@@ -205,7 +206,7 @@ def _write(
         softmax_scale=scale,
         index_scale=index_scale,
         token_weights=token_weights,
-        longest_k=k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k),
+        longest_k=longest_k,
         schedule=None if edges is None else (edges, tasks, counts, window),
         workspace_bytes=bound,
         deterministic=deterministic,

@@ -10,7 +10,7 @@ from msa_tiles.ops import _training, _validate
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.select_blocks import select_blocks
-from msa_tiles.ops.sparse_attention import attention_tensors, sparse_attention
+from msa_tiles.ops.sparse_attention import attention_tensors, same_rows, sparse_attention
 
 
 def msa_attention(
@@ -69,6 +69,11 @@ def msa_attention(
     _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     if idx_q.shape[0] != q.shape[0]:
         _validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
+    same_rows(idx_k, k, page_table is not None)
+    # What a call without the loss does not need is an argument all the same.
+    _validate.softmax_scale(index_scale, 1, "index_scale")
+    if token_weights is not None:
+        _validate.float32("token_weights", token_weights, [q.shape[0]], "[T]", q, "q")
     for name, flag in (
         ("return_lse", return_lse),
         ("return_kl", return_kl),

@@ -11,7 +11,7 @@ from msa_tiles import reference
 from msa_tiles.ops import _decode_kernels, _dispatch, _library, _remember, _validate, _where
 from msa_tiles.ops._where import Where
 from msa_tiles.ops.index_score import NUM_BLOCKS, score_arguments
-from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors, destinations
+from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors, destinations, same_rows
 from msa_tiles.ops.topk_select import allocate_ids, selection
 
 
@@ -68,9 +68,7 @@ def msa_decode(
     _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     if idx_q.shape[0] != q.shape[0]:
         _validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
-    if idx_k.shape[:-1] != (k.shape[:1] if page_table is None else (k.shape[0], k.shape[2])):
-        rows = "tokens" if page_table is None else "pages and page size"
-        _validate.refuse("idx_k", f"shape {_validate.shape_text(idx_k.shape)}", f"the {rows} of k")
+    same_rows(idx_k, k, page_table is not None)
     num_kv_heads = k.shape[1]
     selection("idx_q", idx_q.shape[1], topk, num_kv_heads, block_size, init_blocks, local_blocks, "ascending")
     arguments = (

@@ -21,7 +21,8 @@ class Schedule:
     [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
     the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
     generated kernels say. ``max_pages`` is the width of the page table in which the rows of keys were counted, 0 for
-    flat keys; ``sharded`` tells whether they were counted from a ``k_offset``.
+    flat keys; ``sharded`` tells whether they were counted from a ``k_offset``, ``counted`` whether key lengths were
+    given: without, every request was taken to have as many keys as queries.
     """
 
     edges: Tensor
@@ -33,13 +34,17 @@ class Schedule:
     total_q: int
     max_pages: int = 0
     sharded: bool = False
+    counted: bool = True
 
     @property
     def num_kv_heads(self) -> int:
         return self.edges.shape[1]
 
-    def validate(self, block_indices: Tensor, block_size: int, where: Where) -> None:
-        """Refuse a schedule that was made for other ids or pages than these, as far as shapes tell."""
+    def validate(self, block_indices: Tensor, block_size: int, where: Where, total_k: int) -> None:
+        """Refuse a schedule that was made for other ids, keys or pages than these, as far as shapes tell.
+
+        ``total_k`` is the number of rows of flat keys.
+        """
         num_kv_heads, total_q, topk = block_indices.shape
         _validate.same_device("schedule", self.edges, block_indices, "block_indices")
         made = (self.num_kv_heads, self.total_q, self.topk, self.block_size)
@@ -57,6 +62,9 @@ class Schedule:
         if self.sharded != (where.k_offset is not None):
             how = "with" if self.sharded else "without"
             _validate.refuse("schedule", f"one made {how} k_offset", "one made of the arguments of this call")
+        if not self.counted and max_pages == 0 and total_k != total_q:
+            came = f"one made without key lengths, for as many keys as queries ({total_q})"
+            _validate.refuse("schedule", came, f"one made with cu_seqlens_k or seqused_k for the {total_k} keys")
 
 
 def _pages(max_pages: int) -> str:
@@ -79,8 +87,9 @@ def build_schedule(
 ) -> Schedule:
     """The reverse index of ``block_indices`` int32 [Hkv, T, k], for `sparse_attention` with the same lengths.
 
-    Without key lengths a request has as many keys as queries. Ids that are negative, past the request's keys or past
-    the query's position make no edge. Runs on the device of the ids.
+    Without key lengths a request has as many keys as queries: where one sequence has more keys, ``cu_seqlens_k``
+    [0, Tk] tells. Ids that are negative, past the request's keys or past the query's position make no edge. Runs on
+    the device of the ids.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     return build_on("auto", block_indices, where, block_size, check)
@@ -101,7 +110,8 @@ def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int,
         window = _dispatch.attention_kernels().choose_window(block_indices)
     edges, tasks, counts = _OPERATOR.functional(block_indices, *where.arguments(), block_size, window, backend)
     max_pages = 0 if where.page_table is None else where.page_table.shape[1]
-    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, where.k_offset is not None)
+    sharded, counted = where.k_offset is not None, where.cu_seqlens_k is not None or where.seqused_k is not None
+    return Schedule(edges, tasks, counts, window, topk, block_size, total_q, max_pages, sharded, counted)
 
 
 def ids(name: str, value: Tensor) -> None:
@@ -148,7 +158,7 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         refusals=refusals,
         queries=block_indices.shape[1],
     )
-    if block_indices.numel() == 0 or where.num_requests == 0:
+    if block_indices.numel() == 0 or where.num_requests == 0 or where.max_seqlen_k == 0:
         counts.zero_()
         return
     _dispatch.attention_kernels().build_schedule(

@@ -170,7 +170,7 @@ def attention_arguments(
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-        schedule.validate(block_indices, block_size, where)
+        schedule.validate(block_indices, block_size, where, k.shape[0])
         parts = (schedule.edges, schedule.tasks, schedule.counts, schedule.window)
     scratch, scratch_bytes = _workspace(workspace, q)
     scale = _validate.softmax_scale(softmax_scale, head_dim)
@@ -196,6 +196,14 @@ def attention_tensors(q: Tensor, k: Tensor, v: Tensor, where: Where, block_size:
     _validate.integer("block_size", block_size, 1)
     if where.page_table is not None:
         _where.page_size("k", k, block_size)
+
+
+def same_rows(idx_k: Tensor, k: Tensor, paged: bool) -> None:
+    """Check that the index keys are of the tokens that k holds: positions are counted from their number."""
+    _validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", k, "k")
+    if idx_k.shape[:-1] != ((k.shape[0], k.shape[2]) if paged else k.shape[:1]):
+        rows = "pages and page size" if paged else "tokens"
+        _validate.refuse("idx_k", f"shape {_validate.shape_text(idx_k.shape)}", f"the {rows} of k")
 
 
 def run(
@@ -280,10 +288,11 @@ def prepare_attention(
         + _dispatch.oversized_table(where, block_size),
         queries=q.shape[0],
     )
-    if q.numel() == 0 or k.numel() == 0 or block_indices.numel() == 0 or where.num_requests == 0:
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
+    longest_k = stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k)
+    if 0 in (q.numel(), k.numel(), block_indices.numel(), where.num_requests, longest_k):
         _dispatch.find_kernel(facts, backend)
         return None
-    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
     return prepare(
         facts,
         backend,
@@ -292,7 +301,7 @@ def prepare_attention(
         num_requests=where.num_requests,
         block_size=block_size,
         softmax_scale=scale,
-        longest_k=stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k),
+        longest_k=longest_k,
         schedule_window=None if edges is None else window,
         workspace_bytes=workspace_bytes,
         out=out,

@@ -76,7 +76,7 @@ def sparse_attention_backward(
         *where.arguments(),
         block_size,
         _validate.softmax_scale(softmax_scale, q.shape[2]),
-        *schedule_parts(schedule, block_indices, block_size, where),
+        *schedule_parts(schedule, block_indices, block_size, where, k.shape[0]),
         workspace_bytes(workspace),
         _training.deterministic(deterministic),
         backend,
@@ -84,14 +84,14 @@ def sparse_attention_backward(
 
 
 def schedule_parts(
-    schedule: Schedule | None, block_indices: Tensor, block_size: int, where: Where
+    schedule: Schedule | None, block_indices: Tensor, block_size: int, where: Where, total_k: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
     """A schedule as operators take it, checked against the call."""
     if schedule is None:
         return None, None, None, 0
     if not isinstance(schedule, Schedule):
         _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-    schedule.validate(block_indices, block_size, where)
+    schedule.validate(block_indices, block_size, where, total_k)
     return schedule.edges, schedule.tasks, schedule.counts, schedule.window
 
 

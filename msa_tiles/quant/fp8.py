@@ -32,6 +32,6 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
         largest = values.abs().nan_to_num(nan=0.0).amax(reduced)
         scale = torch.where(largest > 0, largest / LARGEST, 1.0)
     else:
-        scale = torch.ones(shape, device=tensor.device)
+        scale = torch.ones(shape, dtype=torch.float32, device=tensor.device)
     spread = scale.view([size if dim in kept else 1 for dim, size in enumerate(tensor.shape)])
     return QuantizedTensor((values / spread).clamp(-LARGEST, LARGEST).to(FP8), scale)

@@ -48,7 +48,8 @@ def index_score(
     idx_q = idx_q if q_scale is None else dequantize(idx_q, q_scale)
     idx_k = idx_k if k_scale is None else dequantize(idx_k, k_scale)
     dtype = accumulator(idx_q.dtype)
-    score = torch.full((idx_q.shape[1], idx_q.shape[0], num_blocks), -torch.inf, device=idx_q.device)
+    shape = (idx_q.shape[1], idx_q.shape[0], num_blocks)
+    score = torch.full(shape, -torch.inf, dtype=torch.float32, device=idx_q.device)
     for request in batch.requests:
         rows = slice(request.query_begin, request.query_end)
         keys, present = key_rows(idx_k, request, 0, request.num_keys, page_table)

@@ -93,6 +93,18 @@ def test_checks_notice_a_wrong_result(small, op):
     assert bench.check(made, wrong)
 
 
+def test_a_peer_that_selects_by_itself_is_mostly_right(small):
+    case = BENCHMARKS["msa_attention"].find("train_32k")
+    bench = small("msa_attention")
+    made = bench.make(0)
+    out, _, _, dq, *_ = bench.ours("reference", made)()
+    assert checks.mostly_trained(case, 5, made, (out, dq)) is None
+    assert "outputs" in checks.mostly_trained(case, 5, made, (out * 1.05, dq))
+    assert "dq" in checks.mostly_trained(case, 5, made, (out, dq * 1.05))
+    half = torch.where(torch.arange(len(out))[:, None, None] % 2 == 0, out, 0.0)
+    assert "outputs" in checks.mostly_trained(case, 5, made, (half, dq))
+
+
 def _spoil(result):
     if isinstance(result, tuple):
         # The index KL answers with a loss first, which its check only looks at; what follows is what it compares.

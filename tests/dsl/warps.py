@@ -51,25 +51,20 @@ class Machine:
         for thread in threads:
             thread.start()
         while self.failure is None and any(self.conditions):
-            under_way = [key for key, queue in self.queues.items() if queue]
-            ready: list[int] = []
-            # Only the lanes of the first warp that can go on are asked: most of them wait.
-            for chosen in sorted([*under_way, *range(self.warps)], key=self._priority, reverse=True):
-                if chosen in self.queues:
-                    break
-                lanes = range(chosen * self.lanes, (chosen + 1) * self.lanes)
-                ready = [i for i in lanes if (condition := self.conditions[i]) and condition()]
-                if ready:
-                    break
-            else:
+            ready = {key: queue for key, queue in self.queues.items() if queue}
+            for i, condition in enumerate(self.conditions):
+                if condition and condition():
+                    ready.setdefault(i // self.lanes, []).append(i)
+            if not ready:
                 self.failure = Deadlock(f"{sum(map(bool, self.conditions))} lanes wait for ever")
                 break
+            chosen = max(ready, key=self._priority)
             if self.random.random() < CHANGES:
                 self.priorities[chosen] = self.random.random()
             if chosen in self.queues:
                 self.queues[chosen].pop(0)()
             else:
-                self._resume(self.random.choice(ready))
+                self._resume(self.random.choice(ready[chosen]))
         failure = self.failure
         self.failure = failure or Stopped()
         for i, condition in enumerate(self.conditions):

@@ -24,11 +24,12 @@ pytestmark = [
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_sanitizer_is_clean(tool: str, backend: str) -> None:
+@pytest.mark.parametrize("group", ["forward", "training"])
+def test_sanitizer_is_clean(group: str, tool: str, backend: str) -> None:
     if reason := toolchain.missing(backend):
         pytest.skip(reason)
     options = ["--tool", tool, "--error-exitcode", str(ERROR), "--kernel-name", f"kns={NAMES[backend]}"]
-    command = ["compute-sanitizer", *options, sys.executable, "tests/gpu/gpu_calls.py", backend]
+    command = ["compute-sanitizer", *options, sys.executable, "tests/gpu/gpu_calls.py", backend, group]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout

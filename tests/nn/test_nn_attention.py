@@ -229,6 +229,25 @@ def test_sizes_that_do_not_fit(change, message):
         layer_of(**change)
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "topk", "block_size", "init_blocks", "rotary_dim"])
+@pytest.mark.parametrize("wrong", [2.5, "4", True, -1])
+def test_sizes_are_integers(name, wrong):
+    sizes = {"hidden_size": 20, "num_q_heads": 4, "num_kv_heads": 2} | {name: wrong}
+    with pytest.raises(ValueError if wrong == -1 else TypeError, match=f"^{name}: got "):
+        MiniMaxSparseAttention(**sizes)
+
+
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+@pytest.mark.parametrize("shape", [(0, 20), (0, 3, 20), (2, 0, 20)])
+def test_no_tokens(shape, warmup):
+    """A rank may have none: it still takes part in the backward pass."""
+    layer = layer_of(warmup)
+    out, kl, _ = layer(torch.zeros(shape))
+    (out.sum() + kl).backward()
+    assert out.shape == shape and kl == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())
+
+
 def test_wrong_calls():
     with pytest.raises(ValueError, match="num_q_heads: got 3; wanted a multiple of the 2 KV heads"):
         MiniMaxSparseAttention(20, 3, 2)
@@ -239,4 +258,16 @@ def test_wrong_calls():
         layer(torch.zeros(2, 3, 20), cu_seqlens=packed((3, 3)))
     with pytest.raises(ValueError, match="token_weights: got shape"):
         layer(torch.zeros(6, 20), token_weights=torch.ones(5))
+    with pytest.raises(ValueError, match=r"^token_weights: got shape \[3, 2\]; wanted \[B, S\] = \[2, 3\]"):
+        layer(torch.zeros(2, 3, 20), token_weights=torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"^hidden: got hidden size 19; wanted 20"):
+        layer(torch.zeros(6, 19))
+    for kind, wrong in (
+        (TypeError, [0, 6]),
+        (TypeError, torch.tensor([0, 6])),
+        (ValueError, torch.zeros(2, 2, dtype=torch.int32)),
+        (ValueError, torch.zeros(0, dtype=torch.int32)),
+    ):
+        with pytest.raises(kind, match=r"^cu_seqlens: got "):
+            layer(torch.zeros(6, 20), cu_seqlens=wrong)
     assert "4 query heads on 2 KV heads, topk=2" in repr(layer)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 
 import pytest
 import torch
 from ops.calls import ATTENTION, OPERATORS, RANKERS, SCORERS, WITH_KEYS, WITH_LENGTHS, WITH_OFFSETS, call, paged
+
+from msa_tiles.ops import _validate
 
 
 def int32(*values):
@@ -104,3 +108,20 @@ def test_score_columns_and_valid_blocks():
     narrow = "out: got 2 columns; wanted at least the 3 blocks of a request"
     for op in SCORERS:
         refused(op, {"out": torch.zeros(4, 11, 2)}, narrow)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buffers_that_hold_every_element_once(seed):
+    """Views of dense tensors do; of what is taken to do so, no two elements share a place."""
+    generator = random.Random(seed)
+    for _ in range(100):
+        sizes, strides = ([generator.randint(low, high) for _ in range(3)] for low, high in ((1, 4), (0, 20)))
+        places = [
+            sum(i * stride for i, stride in zip(index, strides, strict=True))
+            for index in itertools.product(*map(range, sizes))
+        ]
+        if _validate._holds_once(torch.empty(200).as_strided(sizes, strides)):
+            assert len(set(places)) == len(places)
+        dense = torch.empty([size + generator.randint(0, 2) for size in sizes]).permute(generator.sample(range(3), 3))
+        view = dense[tuple(slice(generator.randrange(size), None, generator.randint(1, 2)) for size in dense.shape)]
+        assert _validate._holds_once(view)

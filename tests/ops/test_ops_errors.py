@@ -258,6 +258,11 @@ def test_buffers_of_the_caller(op, name, dims, shape, dtype):
     repeated = good[:1].expand(shape)
     message = f"{name}: got strides {list(repeated.stride())}; wanted a buffer that holds every element once"
     fails(op, {name: repeated}, message)
+    # Rows that run into each other.
+    sizes = list(shape)
+    folded = torch.zeros(good.numel(), dtype=dtype).as_strided(sizes, [*[max(sizes[-1] // 2, 1)] * (len(sizes) - 1), 1])
+    message = f"{name}: got strides {list(folded.stride())}; wanted a buffer that holds every element once"
+    fails(op, {name: folded}, message)
 
 
 @pytest.mark.parametrize("op", SCORERS)
@@ -312,6 +317,12 @@ def test_attention_parameters(op):
     message = "workspace: got an address 3 bytes behind a multiple of 16; wanted a multiple of 16"
     fails(op, {"workspace": bytes_[3:]}, message)
     fails(op, {"workspace": bytes_[None]}, "workspace: got shape [1, 8]; wanted 1 dimensions [bytes]")
+
+
+@pytest.mark.parametrize(("op", "name"), [("sparse_attention", "block_indices"), ("combine", "partial_lse")])
+def test_sparse_tensors(op, name):
+    message = f"{name}: got layout torch.sparse_coo; wanted torch.strided"
+    fails(op, lambda a: {name: a[name].to_sparse()}, message, TypeError)
 
 
 def test_schedules_of_another_call():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.calls import EVERY_OPERATOR, OPERATORS, call
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from msa_tiles import ops
 
@@ -196,6 +197,55 @@ def test_transformed_calls_are_registered(ways):
     assert ways[0] == "registered"
     for one in range(2):
         torch.testing.assert_close((out[one], lse[one]), ops.combine(partial_out[one], partial_lse[one]))
+
+
+DUAL = {"combine": "partial_out", "index_score": "idx_q", "sparse_attention": "v", "msa_decode": "q"}
+
+
+@pytest.mark.parametrize("op", DUAL)
+@pytest.mark.parametrize("buffer", [False, True])
+def test_forward_mode_is_refused(op, buffer):
+    """Torch takes the tangent of an operator without a rule for 0."""
+    arguments, name = call(op), DUAL[op]
+
+    def run(value):
+        given = arguments | {name: value}
+        if buffer:
+            given["out"] = torch.empty_like(result)
+        found = OPERATORS[op](**given)
+        return found[0] if isinstance(found, tuple) else found
+
+    result = OPERATORS[op](**arguments)
+    result = result[0] if isinstance(result, tuple) else result
+    value = arguments[name]
+    message = f"msa_tiles::{op} has no derivative in forward mode"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(run, (value,), (value,))
+    with forward_ad.dual_level():
+        assert torch.equal(run(value), result), "a constant has no tangent to lose"
+        with pytest.raises(RuntimeError, match=message):
+            run(forward_ad.make_dual(value, value))
+    if not buffer:
+        several = torch.stack([value, value])
+        with pytest.raises(RuntimeError, match=message):
+            torch.func.jvp(torch.vmap(run), (several,), (several,))
+
+
+def test_ids_are_constants_in_forward_mode():
+    arguments = call("select_blocks")
+    with forward_ad.dual_level():
+        ids = ops.select_blocks(**arguments | {"idx_q": forward_ad.make_dual(arguments["idx_q"], arguments["idx_q"])})
+    assert torch.equal(ids, ops.select_blocks(**arguments))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_traces_hold_the_operator():
+    """A launch past the dispatcher leaves no trace: the graph would return what its example gave."""
+    arguments = call("sparse_decode")
+    graph = torch.jit.trace(lambda q: ops.sparse_decode(**arguments | {"q": q}), (arguments["q"],), check_trace=False)
+    assert "msa_tiles::sparse_decode" in str(graph.graph)
+    q = arguments["q"].flip(0)
+    assert torch.equal(graph(q), ops.sparse_decode(**arguments | {"q": q}))
 
 
 @pytest.mark.parametrize("way", ["fast", "registered"])

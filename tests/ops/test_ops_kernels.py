@@ -167,6 +167,20 @@ def test_attention_gets_schedule_and_workspace(kernels):
     torch.testing.assert_close(found, ops.sparse_attention(**arguments, backend="reference"), rtol=0, atol=0)
 
 
+def test_calls_that_hold_no_key_launch_nothing(kernels, monkeypatch):
+    """Said by the bound on lengths, or by a page table of no columns: there may be rows of keys all the same."""
+    monkeypatch.setattr(kernels.attention, "prepare", None)
+    lengths = {"cu_seqlens_k": torch.zeros(4, dtype=torch.int32), "max_seqlen_k": 0}
+    pages = {"cu_seqlens_k": None, "page_table": torch.zeros(3, 0, dtype=torch.int32)}
+    pages |= {"seqused_k": torch.zeros(3, dtype=torch.int32)}
+    pages |= {name: torch.zeros(2, 2, BLOCK, 16) for name in "kv"}
+    for where in (lengths, pages):
+        buffers = {"out": torch.full((11, 4, 16), 7.0), "lse": torch.full((11, 4), 7.0)}
+        ops.sparse_attention(**call("sparse_attention") | where, **buffers)
+        assert not buffers["out"].any() and (buffers["lse"] == -torch.inf).all()
+        assert kernels.found[-1][0].op == "sparse_attention", "a kernel must be there all the same"
+
+
 def test_combine_on_kernels(kernels):
     arguments = call("combine", torch.bfloat16)
     found = ops.combine(**arguments)

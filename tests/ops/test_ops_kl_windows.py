@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import types
 
-from msa_tiles.ops import _kl_kernels
+import pytest
+import torch
+
+from msa_tiles.ops import _attention_kernels, _dispatch, _kl_kernels
+from msa_tiles.ops._where import Where
 
 
 @pytest.mark.parametrize(
@@ -19,6 +23,40 @@ def test_windows_fit_the_workspace(total_q: int, bytes_per_query: int, workspace
 def test_a_workspace_below_one_query_is_refused() -> None:
     with pytest.raises(ValueError, match=r"workspace: got 7 bytes; wanted at least 8 for the partial gradients of one"):
         _kl_kernels.choose_window(5, 7, lambda queries: 8 * queries)
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_kernels_get_their_dtypes_whatever_the_default_is(monkeypatch, bfloat16_by_default) -> None:
+    launched = {}
+    monkeypatch.setattr(
+        _kl_kernels, "kernel", lambda facts, backend, op, variant: lambda *given: launched.update({op: given})
+    )
+    monkeypatch.setattr(_attention_kernels, "build_schedule", lambda *given, **parts: None)
+    chip = types.SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    q, k, idx_q, idx_k = torch.zeros(5, 4, 64), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), torch.zeros(5, 64)
+    floats = {"loss": (), "d_idx_q": (5, 2, 64), "d_idx_k": (5, 64)}
+    outputs = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in floats.items()}
+    lse, ids = torch.zeros(5, 4, dtype=torch.float32), torch.zeros(2, 5, 3, dtype=torch.int32)
+    at = _dispatch.place(Where.of(), 5, 5, 64, q.device)
+    _kl_kernels.index_kl(
+        types.SimpleNamespace(op="index_kl", variant={}), "auto", q, k, lse, idx_q, idx_k, ids, at, block_size=64,
+        softmax_scale=1.0, index_scale=1.0, token_weights=None, longest_k=5, schedule=None, workspace_bytes=1 << 30,
+        deterministic=False, **outputs,
+    )  # fmt: skip
+    assert set(launched) == {"index_lse", "index_kl", "index_gradients"}
+    given = [
+        tensor for tensor in launched["index_kl"] if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    ]
+    assert [tensor.dtype for tensor in given] == [torch.bfloat16] * 2 + [torch.float32] + [torch.bfloat16] * 2 + [
+        torch.float32
+    ] * 5
 
 
 def test_tasks_of_a_window() -> None:

@@ -78,6 +78,13 @@ def test_the_index_branch():
 def test_the_whole():
     op = "msa_attention"
     fails(op, lambda a: {"idx_q": a["idx_q"][1:]}, "idx_q: got 22 tokens; wanted 23 like q")
+    # Selection would count positions from other lengths than attention.
+    whole = {"cu_seqlens_q": None, "cu_seqlens_k": None}
+    message = "idx_k: got shape [22, 4]; wanted the tokens of k"
+    fails(op, lambda a: {**whole, "idx_k": a["idx_k"][1:]}, message)
+    fails(op, {"idx_k": [[1.0]]}, "idx_k: got list; wanted a tensor [Tk, Di]", TypeError)
+    fails(op, {"index_scale": "1"}, "index_scale: got str; wanted a number or None", TypeError)
+    fails(op, {"token_weights": torch.ones(4)}, "token_weights: got shape [4]; wanted [T] = [23]")
     message = "idx_q: got dtype torch.bfloat16; wanted torch.float32 like q"
     fails(op, lambda a: {name: a[name].bfloat16() for name in ("idx_q", "idx_k")}, message, TypeError)
     many = {"return_kl": True}
@@ -116,6 +123,17 @@ def test_selections_and_schedules(op):
         return {"schedule": ops.build_schedule(arguments["block_indices"], block_size=2, **where)}
 
     fails(op, other_schedule, "schedule: got one for 2 KV heads, 23 queries, topk 2, block_size 2; wanted")
+
+    def schedule_without_keys(arguments):
+        """The last 9 queries alone on all keys of one sequence."""
+        names = ("dout", "q", "out", "lse", "dlse", "idx_q")
+        rows = {name: arguments[name][-9:] for name in names if arguments.get(name) is not None}
+        rows |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "block_indices": arguments["block_indices"][:, -9:]}
+        made = ops.build_schedule(rows["block_indices"], block_size=arguments["block_size"])
+        return {**rows, "schedule": made}
+
+    message = "schedule: got one made without key lengths, for as many keys as queries (9); wanted one made with"
+    fails(op, schedule_without_keys, message)
     if op == "index_kl":
         message = "schedule: got a schedule without block_indices; wanted None: the whole prefix needs none"
         fails(op, lambda a: {**other_schedule(a), "block_indices": None}, message)

@@ -111,7 +111,18 @@ def test_empty_calls_ask_for_a_kernel_and_launch_none(kernels):
     q, k, v = empty["q"], *(tensors()[name] for name in ("k", "v"))
     dq, dk, dv = ops.sparse_attention_backward(q, q, k, v, q, lse, ids)
     assert dq.shape == (0, 4, 8) and not dk.any() and not dv.any()
-    assert len(kernels.facts) == 2 and kernels.options == []
+    # Nor is there a key where lengths are bounded by none, though there be rows of keys.
+    nothing = torch.zeros(2, dtype=torch.int32)
+    where = {"cu_seqlens_q": torch.tensor([0, 23], dtype=torch.int32), "cu_seqlens_k": nothing, "max_seqlen_k": 0}
+    data = tensors()
+    lse, leaves = torch.full((23, 4), -torch.inf), [data[name].requires_grad_() for name in ("idx_q", "idx_k")]
+    for ids in (None, torch.zeros(2, 23, 2, dtype=torch.int32)):
+        loss = ops.index_kl(data["q"], data["k"], lse, *leaves, ids, **where)
+        assert loss.item() == 0.0 and not any(found.any() for found in torch.autograd.grad(loss, leaves))
+    out = torch.zeros_like(data["q"])
+    found = ops.sparse_attention_backward(data["q"], data["q"], data["k"], data["v"], out, lse, ids, **where)
+    assert not any(gradient.any() for gradient in found)
+    assert len(kernels.facts) == 5 and kernels.options == []
 
 
 def test_gradients_through_kernels_are_those_of_the_reference(kernels, monkeypatch):

@@ -239,6 +239,24 @@ def test_a_schedule_serves_several_calls():
     )
 
 
+def test_a_schedule_for_the_last_queries_of_more_keys():
+    """Without key lengths it would know as many keys as queries, and attention would lose the others."""
+    data = tensors()
+    ids = ops.select_blocks(data["idx_q"], data["idx_k"], 3, num_kv_heads=2, block_size=BLOCK)
+    arguments = {name: data[name] for name in "qkv"} | {"block_indices": ids, "block_size": BLOCK}
+    wanted = ops.sparse_attention(**arguments)
+    for lengths in ({"cu_seqlens_k": torch.tensor([0, 40])}, {"seqused_k": torch.tensor([40])}):
+        lengths = {name: value.to(torch.int32) for name, value in lengths.items()}
+        made = ops.build_schedule(ids, block_size=BLOCK, **lengths)
+        equal(ops.sparse_attention(**arguments, schedule=made), wanted)
+    made = ops.build_schedule(ids, block_size=BLOCK)
+    with pytest.raises(ValueError, match=r"^schedule: got one made without key lengths, for as many keys as queries"):
+        ops.sparse_attention(**arguments, schedule=made)
+    # As many keys as queries need no lengths.
+    arguments |= {name: data[name][:11] for name in "kv"}
+    equal(ops.sparse_attention(**arguments, schedule=made), ops.sparse_attention(**arguments))
+
+
 @pytest.mark.parametrize("op", ATTENTION)
 def test_workspace_may_be_bytes_or_a_tensor(op):
     arguments = call(op)

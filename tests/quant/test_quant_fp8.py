@@ -57,6 +57,16 @@ def test_zeros_nan_and_nothing():
         assert empty.dequantize().shape == (0, 3, 16)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_scales_are_float32_whatever_the_default_is(tokens):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = [quantize_fp8(torch.zeros(tokens, 2, 16), per).scale.dtype for per in ("tensor", "head", "token_head")]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made == [torch.float32] * 3
+
+
 def test_dequantize_takes_what_operators_take():
     data = normal(7, 3, 16).to(FP8)
     assert torch.equal(dequantize(data), data.float())
