@@ -376,6 +376,8 @@ class _Anything(types.ModuleType):
 
 
 def _stand_in() -> types.ModuleType:
+    nvgpu = _Anything("nvgpu")
+    nvgpu.CopyUniversalOp = lambda: None  # type: ignore[attr-defined]
     arch = _Anything("arch")
     here = _HERE
     for name, value in {
@@ -410,7 +412,7 @@ def _stand_in() -> types.ModuleType:
         "make_rmem_tensor": empty,
         "make_tensor": lambda at, layout: Tensor(at.memory, at.offset, *_compact(layout)),
         "make_ptr": lambda _element, address, _memspace, assumed_align: address,
-        "nvgpu": types.SimpleNamespace(CopyUniversalOp=lambda: None),
+        "nvgpu": nvgpu,
         "make_copy_atom": lambda *_arguments, **_options: None,
         "copy": copy,
         "autovec_copy": lambda source, target: copy(None, source, target),
