@@ -92,10 +92,14 @@ def attended(case: Case, inputs: Attention, out: Tensor) -> str | None:
         inputs.k,
         inputs.v,
         inputs.block_indices[:, rows],
-        block_size=case["block_size"],
-        q_positions=(rows + case.first_position).int(),
+        **_where(case, rows),
     )
     return close(out[rows], wanted)
+
+
+def _where(case: Case, rows: Tensor) -> dict[str, Any]:
+    """What the reference wants to know of a call on `rows` of the case's queries and all of its keys."""
+    return {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
 
 
 def gradient_rows(case: Case, block_indices: Tensor) -> tuple[Tensor, slice]:
@@ -111,7 +115,7 @@ def attention_gradients(
 ) -> str | None:
     """`found`: dq of sampled rows, dk and dv of one block, against the reference in float32."""
     rows, keys = gradient_rows(case, inputs.block_indices)
-    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    where = _where(case, rows)
     q, k, v = inputs.q[rows].float(), inputs.k.float(), inputs.v.float()
     ids = inputs.block_indices[:, rows]
     lse = reference.sparse_attention(q, k, v, ids, **where)[1]
@@ -125,7 +129,7 @@ def index_gradients(case: Case, index: Indexer, main: Attention, found: tuple[Te
     if not bool(found[0].isfinite()):
         return f"the loss is {found[0].item()}"
     rows, keys = gradient_rows(case, main.block_indices)
-    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    where = _where(case, rows)
     q, k = main.q[rows].float(), main.k.float()
     ids = main.block_indices[:, rows]
     lse = reference.sparse_attention(q, k, k, ids, **where)[1]
@@ -145,7 +149,7 @@ def mostly_trained(case: Case, topk: int, inputs: Any, found: tuple[Tensor, Tens
     """
     index, main, dout = inputs.index, inputs.main, inputs.dout
     rows = sample_rows(case.num_q, ROWS, main.q.device)
-    where: dict[str, Any] = {"block_size": case["block_size"], "q_positions": (rows + case.first_position).int()}
+    where = _where(case, rows)
     q, k, v = main.q[rows].float(), main.k.float(), main.v.float()
     ids = reference.select_blocks(index.idx_q[rows].float(), index.idx_k.float(), topk, local_blocks=1, **where)
     out, lse = reference.sparse_attention(q, k, v, ids, **where)

@@ -39,20 +39,18 @@ def vllm_module() -> ModuleType | str:
     return "; ".join(reasons)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache
+def _function(module: str, name: str) -> Callable[..., Any] | str:
+    """A function of a peer, or why it cannot be imported."""
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        return f"{module}: {error}"
+    return found
+
+
 def flash_attention_4() -> Callable[..., Any] | str:
-    try:
-        return importlib.import_module("flash_attn.cute").flash_attn_func
-    except Exception as error:
-        return f"flash_attn.cute: {error}"
-
-
-@functools.lru_cache(maxsize=1)
-def flash_msa_function() -> Callable[..., Any] | str:
-    try:
-        return importlib.import_module("flash_msa").flash_msa_func
-    except Exception as error:
-        return f"flash_msa: {error}"
+    return _function("flash_attn.cute", "flash_attn_func")
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ def flash_msa(case: Case, topk: int) -> Contender | Skipped:
 
     It selects by itself, a little differently where scores nearly tie, so most rows must be right, not all.
     """
-    attend = flash_msa_function()
+    attend = _function("flash_msa", "flash_msa_func")
     if isinstance(attend, str):
         return Skipped("flash_msa", attend)
     if case["block_size"] != 128 or case["head_dim"] != 128 or case.num_q != case.num_k or case.num_q % 128:
