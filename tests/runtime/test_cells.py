@@ -15,13 +15,6 @@ from msa_tiles.runtime.registry import default_registry
 
 JOBS = ci_jobs(default_registry().cells)
 
-# A known defect: ptxas puts eight bytes of these on the stack. They were verified so, and mending the kernel means
-# verifying it again. A point that no longer spills must leave the list.
-SPILLED = {
-    f"sparse_attention_backward.cutedsl.sm90.bf16 head_dim=128 {point}"
-    for point in ("block_size=64 group=8", "block_size=128 group=2", "block_size=64 group=1")
-}
-
 
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
@@ -54,8 +47,4 @@ def test_there_are_cells() -> None:
 def test_a_cell_compiles_and_passes_its_audit(job: Job, outcomes: dict[str, Outcome]) -> None:
     if reason := why_not(job.cell.dsl):
         pytest.skip(reason)
-    complaints = outcomes[str(job)].complaints
-    if str(job) in SPILLED:
-        assert [text for text in complaints if "spills or keeps arrays on a stack of 8 bytes" in text]
-        pytest.xfail("spills 8 bytes")
-    assert complaints == ()
+    assert outcomes[str(job)].complaints == ()

@@ -491,7 +491,7 @@ class SparseAttentionBackward:
         consumer = warp_index // WARPS
         lane = cute.arch.lane_idx()
         tile = self.prepare(dq_atom, mdQ, shared, topk, scale, scale_log2, consumer, member, lane)
-        first_key = consumer * KEYS + member * WARP_ROWS + lane // 4
+        first_key = warp_index * WARP_ROWS + lane // 4
         # The slot of the next tile and its phase; how many tiles have been; the edges of the last one's rows.
         slot = Int32(0)
         phase = Int32(0)
@@ -518,7 +518,8 @@ class SparseAttentionBackward:
                 cute.arch.mbarrier_wait(shared.k_full, parity)
                 if (extent >> 1) < self.block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach dQ and dK.
-                    thread = member * WARP + lane
+                    # From the first key, which a consumer has at hand: `member` would be one register too many.
+                    thread = first_key % KEYS // WARP_ROWS * WARP + lane
                     self.blocks.clear_rows(shared.keys, extent >> 1, thread, GROUP)
                     self.blocks.clear_rows(shared.values, extent >> 1, thread, GROUP)
                     cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=GROUP)

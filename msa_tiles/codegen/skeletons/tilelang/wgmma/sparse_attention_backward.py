@@ -14,10 +14,12 @@ Warps
 Pipelines (name: depth, arrivals)
   kv_full: 1, 128 producer threads + TMA bytes        kv_free: 1, all consumer threads
   full: STAGES, 128 producer threads + TMA bytes      free: STAGES, all consumer threads
+  exchanged: 1, all consumer threads
 
 P' and dS' are operands from registers. dS' goes through shared memory once more for dQ, which needs the keys of every
-consumer: two buffers in turn and one barrier of the consumers a tile. A consumer passes that barrier only after its dQ
-of the tile before, so nobody still reads the buffer that comes next.
+consumer: two buffers in turn, and `exchanged`, where all consumers meet once a tile. They arrive there only after their
+dQ of the tile before, so nobody still reads the buffer that comes next. It is no named barrier, because each consumer
+has a copy of the code, and tools take a barrier at two places for threads that diverge.
 
 dQ of a tile is a partial result of its edges, stored in BF16 for every slot while the next tile's S is made; the merge
 adds a query's slots in order. dK and dV go on from FP32 sums in global memory in the one task that owns the block; its
@@ -102,7 +104,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     @T.macro
     def consume(
         w, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared, task_shared,
-        kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2, window_index,
+        kv_full, kv_free, full, free, exchanged, tasks, partial_dq, sums, scale, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([KEYS, ROWS], "float32")
         dP = T.alloc_fragment([KEYS, ROWS], "float32")
@@ -198,9 +200,10 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     T.wgmma_gemm(dS, Q_shared[slot, :, :], dK, clear_accum=False)
                     T.copy(dS, dS_shared[tile & 1, w * KEYS : (w + 1) * KEYS, :])
                     T.fence_proxy_async()
-                    # Only the thread that issued the stores waits, and passes the barrier when they are over.
+                    # Only the thread that issued the stores waits, and arrives when they are over.
                     T.tma_store_wait(0)
-                    T.sync_threads(1, consumers * 128)
+                    T.barrier_arrive(exchanged)
+                    T.barrier_wait(exchanged, tile & 1)
                     if not in_turns or (tile & 1) == w:
                         for part in T.unroll(parts):
                             column = (w * share + part) * 64
@@ -267,6 +270,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
             kv_free = T.alloc_barrier(arrive_count=consumers * 128)
             full = T.alloc_barrier(arrive_count=[128] * STAGES)
             free = T.alloc_barrier(arrive_count=[consumers * 128] * STAGES)
+            exchanged = T.alloc_barrier(arrive_count=consumers * 128)
             tx = T.get_thread_binding()
             lane = tx - consumers * 128
             if tx >= consumers * 128:
@@ -397,14 +401,14 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     0, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared,
-                    task_shared, kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2,
+                    task_shared, kv_full, kv_free, full, free, exchanged, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
             elif consumers > 1:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
                     1, Q_shared, dO_shared, K_shared, V_shared, dS_shared, dQ_shared, row_shared, edge_shared,
-                    task_shared, kv_full, kv_free, full, free, tasks, partial_dq, sums, scale, scale_log2,
+                    task_shared, kv_full, kv_free, full, free, exchanged, tasks, partial_dq, sums, scale, scale_log2,
                     window_index,
                 )  # fmt: skip
 
