@@ -5,6 +5,7 @@ The DSL compiles a function for the CPU too, as long as it asks for no thread, w
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -101,10 +102,10 @@ def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
 @cute.jit
 def rank_candidates(
     scores: cute.Tensor, valid: cute.Tensor, out: cute.Tensor, positive: cute.Tensor, queue: cute.Tensor, init: Int32,
-    local: Int32, order: Int32,
+    local: Int32, order: Int32, capacity: cutlass.Constexpr,
 ):  # fmt: skip
     for i in cutlass.range(scores.shape[0]):
-        row = queued.Candidates(queue, CAPACITY, valid[i], init, local)
+        row = queued.Candidates(queue, capacity, valid[i], init, local)
         queued.start(row)
         for block in cutlass.range(scores.shape[1]):
             queued.offer(row, scores[i, block], block)
@@ -113,10 +114,25 @@ def rank_candidates(
         topk.emit(row.keys, row.ids, valid[i], Int32(out.shape[1]), order, out[i, None])
 
 
+def test_a_sorting_network_sorts() -> None:
+    # It does so with everything if it does with zeros and ones.
+    for size in (2, 4, 8, 16):
+        pairs = queued.exchanges(size)
+        for entries in map(list, itertools.product((0, 1), repeat=size)):
+            for upper, lower in pairs:
+                if entries[lower] > entries[upper]:
+                    entries[upper], entries[lower] = entries[lower], entries[upper]
+            assert entries == sorted(entries, reverse=True)
+
+
 @pytest.mark.parametrize(
-    ("k", "init", "local", "order"), [(8, 0, 1, 0), (5, 1, 2, 1), (3, 4, 4, 2), (1, 0, 0, 0), (8, 20, 9, 1)]
-)
-def test_a_list_behind_a_queue_holds_the_best(one_lane: None, k: int, init: int, local: int, order: int) -> None:
+    ("k", "init", "local", "order", "capacity"),
+    [(8, 0, 1, 0, 8), (5, 1, 2, 1, 8), (3, 4, 4, 2, 8), (1, 0, 0, 0, 8), (8, 20, 9, 1, 8), (16, 1, 2, 1, 16),
+     (29, 0, 1, 0, 32)],
+)  # fmt: skip
+def test_a_list_behind_a_queue_holds_the_best(
+    one_lane: None, k: int, init: int, local: int, order: int, capacity: int
+) -> None:
     generator = torch.Generator().manual_seed(k)
     scores = torch.randint(-3, 4, (200, 61), generator=generator).float()
     scores[::2] -= 2
@@ -126,11 +142,11 @@ def test_a_list_behind_a_queue_holds_the_best(one_lane: None, k: int, init: int,
     out, positive = int32(200, k), int32(200)
     queue = torch.full((queued.WAITING,), -1, dtype=torch.int64)
     # Blocks past the valid ones are offered too, as a tile's other rows may see them.
-    run(rank_candidates, scores, valid, out, positive, queue, init, local, order)
+    run(rank_candidates, scores, valid, out, positive, queue, init, local, order, capacity)
     forced = {"init_blocks": init, "local_blocks": local, "order": ORDERS[order]}
     assert torch.equal(out, reference.topk_select(scores[None], k, num_valid_blocks=valid, **forced)[0])
     # Bounds above 0 are those of full lists whose last score is not negative.
-    full = reference.topk_select(scores[None], CAPACITY, num_valid_blocks=valid, **forced)[0].long()
+    full = reference.topk_select(scores[None], capacity, num_valid_blocks=valid, **forced)[0].long()
     blocks = torch.arange(61)
     is_forced = (blocks < init) | (blocks >= valid[:, None] - local)
     ranked = scores.masked_fill(is_forced, torch.inf).gather(1, full.clamp(min=0))

@@ -2,8 +2,9 @@
 
 Inserting costs a hundred instructions, and a warp pays for it whenever one of its lanes inserts. Late in a row few
 blocks get into a list, but nearly always one lane of the 32 has such a block. So a lane only notes what beats its
-bound, which takes a few instructions, and the warp inserts when a lane's queue is full: it follows its luckiest lane
-instead of the union of all. The bound is that of the last time, hence too low at worst; the list decides.
+bound, which takes a few instructions, and when a lane's queue is full the warp sorts what waits and merges it into the
+lists: half of what inserting one by one takes. The bound is that of the last time, hence too low at worst; the list
+decides.
 
 The list is one of msa_tiles.dsl.cutedsl.topk. Blocks that are forced or invisible are told by their number when they
 leave the queue; forced ones are in the list from the start.
@@ -17,6 +18,25 @@ from msa_tiles.dsl.cutedsl import topk as top
 
 WAITING = 8  # candidates that a lane's queue holds
 INFINITY = top.INFINITY_BITS  # the key of an infinite score
+
+
+def exchanges(size):
+    """Batcher's odd-even merge sort of `size` entries, a power of two: which pairs to put in order, one by one."""
+    pairs = []
+    run = 1
+    while run < size:
+        stride = run
+        while stride:
+            for first in range(stride % run, size - stride, 2 * stride):
+                for upper in range(first, min(first + stride, size - stride)):
+                    if upper // (2 * run) == (upper + stride) // (2 * run):
+                        pairs.append((upper, upper + stride))
+            stride //= 2
+        run *= 2
+    return tuple(pairs)
+
+
+SORTED = exchanges(WAITING)
 
 
 class Candidates:
@@ -71,15 +91,37 @@ def offer(row: Candidates, score: Float32, block: Int32):
 
 @cute.jit
 def settle(row: Candidates):
-    """Insert what waits."""
-    for place in cutlass.range(WAITING, unroll=1):
+    """Merge what waits into the list."""
+    keys = cute.make_rmem_tensor(WAITING, Int32)
+    ids = cute.make_rmem_tensor(WAITING, Int32)
+    for place in cutlass.range_constexpr(WAITING):
         entry = row.queue[place]
         block = Int32(entry)
         key = top.order_key(Int32(entry >> 32).bitcast(Float32))
         ranked = (place < row.waiting[0]) & (block >= row.init_blocks) & (block < row.valid - row.local_blocks)
-        top.insert(row.keys, row.ids, top.pick(ranked, key, top.EMPTY), block)
+        keys[place] = top.pick(ranked, key, top.EMPTY)
+        ids[place] = top.pick(ranked, block, top.NO_ID)
+    for upper, lower in SORTED:
+        top.order_pair(keys, ids, upper, lower)
+    absorb(row.keys, row.ids, keys, ids)
     row.waiting[0] = Int32(0)
     raise_bound(row)
+
+
+@cute.jit
+def absorb(keys: cute.Tensor, ids: cute.Tensor, other_keys: cute.Tensor, other_ids: cute.Tensor):
+    """Merge a shorter list into one whose capacity is a power of two; see msa_tiles.dsl.cutedsl.topk.merge."""
+    capacity = cute.size(keys)
+    for other in cutlass.range_constexpr(cute.size(other_keys)):
+        j = capacity - 1 - other
+        take = top.ranks_above(other_keys[other], other_ids[other], keys[j], ids[j])
+        keys[j] = top.pick(take, other_keys[other], keys[j])
+        ids[j] = top.pick(take, other_ids[other], ids[j])
+    for level in cutlass.range_constexpr(capacity.bit_length() - 1):
+        for pair in cutlass.range_constexpr(capacity // 2):
+            stride = capacity >> (level + 1)
+            upper = pair // stride * (2 * stride) + pair % stride
+            top.order_pair(keys, ids, upper, upper + stride)
 
 
 @cute.jit
