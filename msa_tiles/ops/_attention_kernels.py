@@ -252,7 +252,7 @@ def prepare(
     if shares and _serves(facts, backend, "shared_attention"):
         merger = _find(facts, backend, "shared_attention", facts.variant)
         window = even_window(total_q, most, tile_tokens, num_kv_heads, CTAS_PER_SM * num_sms)
-        splitter = _find_splitter(facts, block_size, tile_tokens)
+        splitter = _find_splitter(facts, backend, block_size, tile_tokens)
         return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL)
     least = 1 if schedule_window is None else schedule_window
     if most < least:
@@ -265,16 +265,16 @@ def prepare(
 
 
 def split_selection(
-    facts: CallFacts, block_indices: Tensor, where: Place, *, block_size: int, tile_tokens: int, fill: int
+    facts: CallFacts, backend: str, block_indices: Tensor, where: Place, *, block_size: int, tile_tokens: int, fill: int
 ) -> Split:
     """Rest [Hkv, T, k] and its counts [Hkv, T], shared blocks [Hkv, tiles, 4 k // 3, 2] and their counts [Hkv, tiles],
     and the row of the last key that each query sees [T].
     """
-    return _split(_find_splitter(facts, block_size, tile_tokens), block_indices, where, tile_tokens, fill)
+    return _split(_find_splitter(facts, backend, block_size, tile_tokens), block_indices, where, tile_tokens, fill)
 
 
-def _find_splitter(facts: CallFacts, block_size: int, tile_tokens: int) -> Any:
-    return _find(facts, "auto", "split_selection", {"block_size": block_size, "tile_tokens": tile_tokens})
+def _find_splitter(facts: CallFacts, backend: str, block_size: int, tile_tokens: int) -> Any:
+    return _find(facts, backend, "split_selection", {"block_size": block_size, "tile_tokens": tile_tokens})
 
 
 def _split(kernel: Any, block_indices: Tensor, where: Place, tile_tokens: int, fill: int) -> Split:

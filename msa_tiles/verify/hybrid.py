@@ -65,7 +65,7 @@ class SplitSelection:
         facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
         at = _dispatch.place(where, total_q, self.total_k, self.block_size, device)
         made = _attention_kernels.split_selection(
-            facts, self.ids, at, block_size=self.block_size, tile_tokens=self.tile_tokens, fill=self.fill
+            facts, self.backend, self.ids, at, block_size=self.block_size, tile_tokens=self.tile_tokens, fill=self.fill
         )
         return defined_parts(made)
 

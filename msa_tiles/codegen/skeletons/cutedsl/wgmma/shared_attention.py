@@ -1,0 +1,667 @@
+"""The query side of hybrid attention: the blocks that neighbouring queries share, then the merge of the other results.
+
+Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. A tile is 64 rows: neighbouring
+queries, each with its `group` heads in the first of rows_per_token rows (see msa_tiles.dsl.cutedsl.gather). Rows past
+`group` hold stale data and are never stored.
+
+Launched while the kernel before ends (programmatic dependent launch). That is the window's sparse_attention, which
+itself began when everything before it was there: only its partial results are waited for, by each role before it first
+reads them, and nothing is written before. Q, keys and values of a CTA's first tile are on their way meanwhile.
+
+The fields of the `shared` words are those that the split_selection kernel documents.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.gather import EVICT_FIRST, Rows
+from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.running import LOWEST, running_softmax
+from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
+
+ELEMENT = "bfloat16"  # <- precision.element
+STAGES = 3  # <- tile.stages
+PRODUCER_REGISTERS = 48  # <- tile.producer_registers
+CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
+CTAS_PER_SM = 2
+TILES = 4
+AHEAD = 4  # LSE that a lane reads at a time, of each of its rows
+GROUP = 128  # threads of a warpgroup
+WARP = 32
+WARPS = GROUP // WARP
+WARP_ROWS = 16  # of a tile
+CUT, VALID_SHIFT = 1 << 8, 9
+LOG2_E = 1.4426950408889634
+
+
+def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+    """Build the kernel for one head dim, block size and number of query heads per KV head.
+
+    q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
+    head_dim] with pages_per_block > 0 and page_table [requests, max_pages]; shared, shared_counts, rest_counts and
+    last_rows as split_selection writes them; partial_out [window, topk, num_q_heads, head_dim] and partial_lse
+    [window, topk, num_q_heads] (natural logarithm) of the window's rest, of which a query's first rest_counts slots
+    are read, and none with LSE -inf -> out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], the rows
+    of the window. A row that sees nothing gets out 0 and lse -inf. scale_log2 is the softmax scale times log2(e). A
+    window begins at a multiple of the queries of a tile.
+
+    Returns the entry point and stand-ins for its arguments.
+    """
+    kernel = SharedAttention(head_dim, block_size, group, pages_per_block)
+    return kernel, kernel.arguments()
+
+
+class Shared(NamedTuple):
+    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+
+    queries: Any
+    keys: Any  # the ring as blocks of keys
+    values: Any  # the ring as blocks of values
+    parts: Any  # the ring as tiles of partial results
+    tiles: Any
+    tile_full: Any
+    q_full: Any
+    q_free: Any
+    full: Any
+    free: Any
+
+
+class Work(NamedTuple):
+    """What the window's tiles are made of."""
+
+    shared: Any
+    shared_counts: Any
+    rest_counts: Any
+    last_rows: Any
+    partial_lse: Any
+    window_index: Any
+    num_ctas: Any
+
+
+class Tile(NamedTuple):
+    """What a consumer warp works with: atoms, operands in shared memory, registers, and where results go."""
+
+    score: Any  # S = queries x keys
+    weigh: Any  # O += P x values
+    queries: Any
+    keys: Any
+    values: Any
+    S: Any
+    P: Any
+    O: Any
+    row_max: Any
+    row_sum: Any  # the lane's share while there are blocks, then the row's
+    reading: Any
+    partials: Any
+    staging: Any
+    staged_rows: Any
+    boxes: Any
+    out_atom: Any
+    out: Any
+    lse: Any
+    scale_log2: Any
+    member: Any  # this warp among those of its warpgroup
+    lane: Any
+
+
+class SharedAttention:
+    """Warps
+      warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
+                    for every slot of the rest, and the store of the rows
+      warpgroup 1   its first warp is the producer: reads what a tile consists of, loads its Q, then K and V of each
+                    shared block, then the partial results of the rest
+
+    Pipelines (name: depth, arrivals)
+      tile_full: TILES, 1 producer lane; needs no counterpart: a tile takes a stage of the ring at least and TILES is
+                 more than STAGES, so that the producer never overwrites what is still to be read
+      q_full: 1, 1 producer lane + TMA bytes               q_free: 1, 1 lane of each consumer warp
+      full: STAGES, 1 producer lane + TMA bytes            free: STAGES, 1 lane of each consumer warp
+
+    Shared memory, tiles swizzled by 128 bytes
+      queries [64, head_dim]      ring [STAGES, block_size, head_dim]
+      tiles [TILES, (shared blocks, most slots of a query, slots of each query, last row of each query)]      barriers
+
+    A stage of the ring holds K of a block, then the next one its V, in panels of 64 columns. Behind the blocks come
+    partial results, block_size // 64 slots of all rows a stage, laid out as msa_tiles.dsl.cutedsl.gather says: the rows
+    of a query with fewer slots are not loaded, and stay out of the sum. Every tile ends with at least one such stage,
+    in which its rows are staged on their way out; it is free once the next tile's first product is under way. A warp
+    has the same 16 rows in S, O, the partial results and the stores, so what it stages needs no barrier with others.
+
+    The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
+    free, so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM
+    merges the other one multiplies.
+
+    The maximum of a row starts as the largest LSE of its slots, so that the merge never rescales O.
+    """
+
+    def __init__(self, head_dim, block_size, group, pages_per_block):
+        self.element = ELEMENTS[ELEMENT]
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.group = group
+        self.rows = Rows(self.element, head_dim, group)
+        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
+        self.queries = self.rows.tokens
+        self.parts = block_size // ROWS  # slots of partial results in a stage
+
+    def arguments(self):
+        """Stand-ins for cute.compile: 12 tensors, 3 scalars and the stream."""
+        total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        tiles, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+        def tensor(element, *shape, align=None, last=1):
+            # The strides of what may be large are 64-bit, whatever the lengths.
+            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
+            return make_fake_tensor(element, shape, strides, assumed_align=align)
+
+        def keys():
+            shape = (cute.sym_int(), kv_heads, self.head_dim)
+            if self.blocks.pages_per_block:
+                shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
+            return tensor(self.element, *shape, align=tma.BYTES)
+
+        return (
+            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            keys(),
+            keys(),
+            tensor(Int32, cute.sym_int(), cute.sym_int()),
+            tensor(Int32, kv_heads, tiles, cute.sym_int(), 2),
+            tensor(Int32, kv_heads, tiles),
+            tensor(Int32, kv_heads, total_q),
+            tensor(Int32, total_q),
+            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(Float32, window, topk, q_heads),
+            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            tensor(Float32, total_q, q_heads, last=cute.sym_int64()),
+            Float32(0.0),
+            Int32(0),
+            Int32(0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, page_table: cute.Tensor, shared: cute.Tensor,
+        shared_counts: cute.Tensor, rest_counts: cute.Tensor, last_rows: cute.Tensor, partial_out: cute.Tensor,
+        partial_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, window_index: Int32,
+        num_ctas: Int32, stream,
+    ):  # fmt: skip
+        """Launch, as early as the kernel before allows. With flat keys any table will do."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        k_atom, mK = self.blocks.described(k)
+        v_atom, mV = self.blocks.described(v)
+        q_atom, mQ = self.rows.atom(load, self.rows.described(q))
+        # [window * topk, heads, dim]: TMA has no dimension to spare for the slots.
+        window, topk, heads, dim = partial_out.shape
+        flat = cute.make_layout((window * topk, heads, dim), stride=(Int64(heads) * dim, dim, 1))
+        part_atom, mP = self.rows.atom(load, self.rows.described(cute.make_tensor(partial_out.iterator, flat)))
+        out_atom, mO = self.rows.atom(cpasync.CopyBulkTensorTileS2GOp(), self.rows.described(out))
+        self.kernel(
+            q_atom, mQ, k_atom, mK, v_atom, mV, part_atom, mP, out_atom, mO, page_table, shared, shared_counts,
+            rest_counts, last_rows, partial_lse, lse, scale_log2, window_index, num_ctas,
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(2 * GROUP, 1, 1),
+            min_blocks_per_mp=CTAS_PER_SM,
+            # All of it, for two CTAs; unsaid, the compiler asks the GPU present how much there is.
+            preferred_smem_carveout=100,
+            use_pdl=True,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
+        mV: cute.Tensor, part_atom: cute.CopyAtom, mP: cute.Tensor, out_atom: cute.CopyAtom, mO: cute.Tensor,
+        page_table: cute.Tensor, shared: cute.Tensor, shared_counts: cute.Tensor, rest_counts: cute.Tensor,
+        last_rows: cute.Tensor, partial_lse: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, window_index: Int32,
+        num_ctas: Int32,
+    ):  # fmt: skip
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = self.allocate(SmemAllocator())
+        work = Work(shared, shared_counts, rest_counts, last_rows, partial_lse, window_index, num_ctas)
+        if warp_index >= WARPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == WARPS:
+                self.produce(q_atom, mQ, k_atom, mK, v_atom, mV, part_atom, mP, page_table, memory, work)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(out_atom, mO, memory, work, lse, scale_log2, warp_index)
+
+    @cute.jit
+    def allocate(self, memory: SmemAllocator):
+        """Shared memory, with barriers ready for use on return."""
+        k_tiler = (ROWS, self.block_size, self.head_dim)
+        v_tiler = (ROWS, self.head_dim, self.block_size)
+        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, self.element, STAGES)
+        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, self.element, STAGES)
+        q_layout = self.rows.tiles_layout(1)
+        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
+        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
+        values = cute.make_tensor(keys.iterator, v_layout.outer)
+        parts = cute.make_tensor(keys.iterator, self.rows.tiles_layout(STAGES * self.parts).outer)
+        words = 2 + 2 * self.queries
+        tiles = memory.allocate_tensor(Int32, cute.make_layout((TILES, words), stride=(words, 1)), 16)
+        arrivals = [*[1] * TILES, 1, WARPS, *[1] * STAGES, *[WARPS] * STAGES]
+        barriers = memory.allocate_array(Int64, len(arrivals))
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(len(arrivals)):
+                cute.arch.mbarrier_init(barriers + i, arrivals[i])
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        later = (barriers + TILES + i for i in (0, 1, 2, 2 + STAGES))
+        return Shared(queries, keys, values, parts, tiles, barriers, *later)
+
+    @cute.jit
+    def find(self, work: Work, turn: Int32):
+        """Head, first token and number among all tiles of the CTA's tile, and the window's first and last token."""
+        total_q = Int32(work.rest_counts.shape[1])
+        first, last = self.window(work)
+        tiles = (last - first + self.queries - 1) // self.queries
+        index, _, _ = cute.arch.block_idx()
+        index = index + turn * work.num_ctas
+        head = index // tiles
+        place = index - head * tiles
+        return head, first + place * self.queries, first // self.queries + place, first, cutlass.min(last, total_q)
+
+    def window(self, work):
+        """The window's first token and the one behind its last."""
+        # The window of the partial results may be longer than what is left of the queries.
+        window = Int32(work.partial_lse.shape[0])
+        first = work.window_index * window
+        return first, cutlass.min(first + window, Int32(work.rest_counts.shape[1]))
+
+    @cute.jit
+    def turns(self, work: Work) -> Int32:
+        """How many tiles the CTA takes."""
+        first, last = self.window(work)
+        tiles = (last - first + self.queries - 1) // self.queries * Int32(work.rest_counts.shape[0])
+        index, _, _ = cute.arch.block_idx()
+        return cutlass.max(tiles - index + work.num_ctas - 1, 0) // work.num_ctas
+
+    @cute.jit
+    def following(self, stage: Int32, phase: Int32):
+        """The next stage of the ring, and its phase."""
+        stage = stage + 1
+        if stage == STAGES:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return stage, phase
+
+    @cute.jit
+    def load_rows(
+        self, atom: cute.CopyAtom, source: cute.Tensor, token: Int32, head: Int32, target: cute.Tensor,
+        full: cute.Pointer,
+    ):  # fmt: skip
+        """As Rows.load, for what nobody reads again."""
+        for box in cutlass.range_constexpr(self.rows.boxes_per_token):
+            to, come_from = self.rows.partition(atom, source, token, head, box, target)
+            cute.copy(atom, come_from, to, tma_bar_ptr=full, cache_policy=Int64(EVICT_FIRST))
+
+    @cute.jit
+    def page_of_lane(self, page_table: cute.Tensor, row: Int32, lane: Int32) -> Int32:
+        """Lane i holds the i-th page of the block that begins at a virtual row, as in Blocks.pages."""
+        page = Int32(0)
+        if cutlass.const_expr(self.blocks.pages_per_block > 0):
+            columns = Int32(page_table.shape[1])
+            request = row // (columns * self.block_size)
+            entry = row % (columns * self.block_size) // self.blocks.box_rows
+            if lane < self.blocks.pages_per_block:
+                page = page_table[request, cutlass.min(entry + lane, columns - 1)]
+        return page
+
+    @cute.jit
+    def load_block(
+        self, atom: cute.CopyAtom, keys: cute.Tensor, row: Int32, page: Int32, head: Int32, boxes: cute.Tensor,
+        full: cute.Pointer,
+    ):  # fmt: skip
+        """As Blocks.load, with one page a lane: eight of them would be registers that the producer does not have."""
+        if cutlass.const_expr(self.blocks.pages_per_block == 0):
+            self.blocks.load(atom, keys, row, [], head, boxes, full)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.blocks.block_bytes)
+            for p in cutlass.range_constexpr(self.blocks.pages_per_block):
+                of_page = keys[None, None, head, cute.arch.shuffle_sync(page, p)]
+                for panel in cutlass.range_constexpr(self.head_dim // tma.PANEL):
+                    tma.load_box(atom, of_page, Int32(0), panel, boxes[None, None, p, panel], full)
+
+    @cute.jit
+    def produce(
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
+        mV: cute.Tensor, part_atom: cute.CopyAtom, mP: cute.Tensor, page_table: cute.Tensor, shared: Shared,
+        work: Work,
+    ):  # fmt: skip
+        """The producer warp: one tile after the other, as fast as the ring takes them."""
+        lane = cute.arch.lane_idx()
+        for atom in (q_atom, k_atom, v_atom, part_atom):
+            cpasync.prefetch_descriptor(atom)
+        shape = (self.blocks.box_rows, self.block_size, self.head_dim, STAGES)
+        blocks = tma.boxes(shared.keys, *shape)
+        parts = self.rows.boxes(shared.parts, STAGES * self.parts)
+        queries = self.rows.boxes(shared.queries, 1)
+        topk = Int32(work.partial_lse.shape[1])
+        stage = Int32(0)
+        phase = Int32(1)
+        q_phase = Int32(1)
+        for turn in cutlass.range(self.turns(work), unroll=1):
+            head, token, place, first, last = self.find(work, turn)
+            num = work.shared_counts[head, place]
+            # A lane stands for a query; those past the tile's or the window's last one have no slots.
+            slots = Int32(0)
+            if (lane < self.queries) & (token + lane < last):
+                slots = work.rest_counts[head, token + lane]
+            most = cutlass.max(Int32(cute.arch.warp_redux_sync(slots, "max")), 1)
+            entry = turn % TILES
+            if lane == 0:
+                shared.tiles[entry, 0] = num
+                shared.tiles[entry, 1] = most
+            if lane < self.queries:
+                shared.tiles[entry, 2 + lane] = slots
+                shared.tiles[entry, 2 + self.queries + lane] = work.last_rows[cutlass.min(token + lane, last - 1)]
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(shared.tile_full + entry)
+            if num > 0:
+                cute.arch.mbarrier_wait(shared.q_free, q_phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.queries * self.rows.token_bytes)
+                for r in cutlass.range_constexpr(self.queries):
+                    target = queries[None, None, None, None, None, r, 0]
+                    self.load_rows(q_atom, mQ, cutlass.min(token + r, last - 1), head, target, shared.q_full)
+                q_phase = q_phase ^ 1
+            for u in cutlass.range(num, unroll=1):
+                row = work.shared[head, place, u, 0]
+                page = self.page_of_lane(page_table, row, lane)
+                cute.arch.mbarrier_wait(shared.free + stage, phase)
+                boxes = blocks[None, None, None, None, stage]
+                self.load_block(k_atom, mK, row, page, head, boxes, shared.full + stage)
+                stage, phase = self.following(stage, phase)
+                cute.arch.mbarrier_wait(shared.free + stage, phase)
+                boxes = blocks[None, None, None, None, stage]
+                self.load_block(v_atom, mV, row, page, head, boxes, shared.full + stage)
+                stage, phase = self.following(stage, phase)
+            if turn == 0:
+                cute.arch.griddepcontrol_wait()
+            for m in cutlass.range((most + self.parts - 1) // self.parts, unroll=1):
+                present = [ballot(m * self.parts + part < slots) for part in range(self.parts)]
+                rows = count_bits(present[0])
+                if cutlass.const_expr(self.parts > 1):
+                    rows = rows + count_bits(present[1])
+                cute.arch.mbarrier_wait(shared.free + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + stage, rows * self.rows.token_bytes)
+                for part in cutlass.range_constexpr(self.parts):
+                    for r in cutlass.range_constexpr(self.queries):
+                        if (present[part] >> r) & 1 != 0:
+                            target = parts[None, None, None, None, None, r, stage * self.parts + part]
+                            source = (token - first + r) * topk + m * self.parts + part
+                            self.load_rows(part_atom, mP, source, head, target, shared.full + stage)
+                stage, phase = self.following(stage, phase)
+
+    @cute.jit
+    def consume(
+        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, work: Work, lse: cute.Tensor,
+        scale_log2: Float32, member: Int32,
+    ):  # fmt: skip
+        """A warp of the consumer."""
+        cpasync.prefetch_descriptor(out_atom)
+        lane = cute.arch.lane_idx()
+        tile = self.prepare(out_atom, mO, shared, lse, scale_log2, member, lane)
+        # The stage of the ring that comes next and its phase; the one in which the last tile's rows are staged.
+        stage = Int32(0)
+        phase = Int32(0)
+        q_phase = Int32(0)
+        staged = Int32(-1)
+        for turn in cutlass.range(self.turns(work), unroll=1):
+            head, token, place, first, last = self.find(work, turn)
+            entry = turn % TILES
+            cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
+            num = shared.tiles[entry, 0]
+            most = shared.tiles[entry, 1]
+            used = stage
+            if num > 0:
+                cute.arch.mbarrier_wait(shared.q_full, q_phase)
+                q_phase = q_phase ^ 1
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
+                wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+                stage, phase = self.following(stage, phase)
+            # Each warp's own stores: the stage is free once all have arrived.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if staged >= 0:
+                self.release(shared.free + staged)
+            numbers = self.tokens_of(member)
+            slots, ends = (
+                [shared.tiles[entry, first_word + n] for n in numbers] for first_word in (2, 2 + self.queries)
+            )
+            heads = [(lane // 4 + 8 * half) % self.rows.rows_per_token for half in range(2)]
+            for half in cutlass.range_constexpr(2):
+                if heads[half] >= self.group:
+                    slots[half] = Int32(0)
+            if turn == 0:
+                cute.arch.griddepcontrol_wait()
+            own = [
+                work.partial_lse[token - first + numbers[half], None, head * self.group + heads[half] % self.group]
+                for half in range(2)
+            ]
+            self.start(tile, own, slots, most)
+            for u in cutlass.range(num - 1, unroll=1):
+                stage, phase, used = self.step(
+                    False, shared, tile, work.shared[head, place, u, None], ends, stage, phase, used
+                )
+            if num > 0:
+                stage, phase, used = self.step(
+                    True, shared, tile, work.shared[head, place, num - 1, None], ends, stage, phase, used
+                )
+            for half in cutlass.range_constexpr(2):
+                tile.row_sum[half] = softmax.quad_sum(tile.row_sum[half])
+            stage, phase, staged = self.merge(shared, tile, own, slots, most, stage, phase)
+            self.emit(tile, head, token, last, numbers, heads, staged)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def prepare(
+        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, lse: cute.Tensor, scale_log2: Float32,
+        member: Int32, lane: Int32,
+    ):  # fmt: skip
+        """What does not change from tile to tile."""
+        score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        weigh = wgmma.product(self.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element)
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element)
+        thread = member * WARP + lane
+        staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
+        reading = cute.make_tiled_copy_C(ldmatrix, weigh[0]).get_slice(thread)
+        return Tile(
+            score,
+            (weigh[1], weigh[1]),
+            wgmma.operand_a(score, shared.queries)[None, None, None, 0],
+            wgmma.operand_b(score, shared.keys),
+            wgmma.operand_b(weigh, shared.values),
+            wgmma.accumulator(score, self.block_size),
+            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), self.element),
+            wgmma.accumulator(weigh, self.head_dim),
+            cute.make_rmem_tensor(2, Float32),
+            cute.make_rmem_tensor(2, Float32),
+            reading,
+            reading.partition_S(shared.parts),
+            staging,
+            staging.partition_D(shared.parts),
+            self.rows.boxes(shared.parts, STAGES * self.parts),
+            out_atom,
+            mO,
+            lse,
+            scale_log2,
+            member,
+            lane,
+        )
+
+    def tokens_of(self, member):
+        """Which queries of the tile the two rows of a lane belong to: the same one with a group of 16."""
+        of_warp = WARP_ROWS // self.rows.rows_per_token
+        return [member * of_warp + half * (of_warp - 1) for half in range(2)]
+
+    @cute.jit
+    def release(self, free: cute.Pointer):
+        """One arrival for each consumer warp."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(free)
+
+    @cute.jit
+    def start(self, tile: Tile, own, slots, most: Int32):
+        """Row maxima of the slots' LSE, in units of scores; no sum yet, O = 0. A row's four lanes share its slots."""
+        tile.row_max.fill(-Float32.inf)
+        for first in cutlass.range(0, most, 4 * AHEAD, unroll=1):
+            for step in cutlass.range_constexpr(AHEAD):
+                for half in cutlass.range_constexpr(2):
+                    found = self.lse_of(own[half], slots[half], first + 4 * step + tile.lane % 4)
+                    tile.row_max[half] = cute.arch.fmax(tile.row_max[half], found)
+        for half in cutlass.range_constexpr(2):
+            largest = softmax.quad_max(tile.row_max[half])
+            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / tile.scale_log2, LOWEST)
+            tile.row_sum[half] = Float32(0.0)
+        tile.O.fill(0.0)
+
+    @cute.jit
+    def lse_of(self, own: cute.Tensor, slots: Int32, slot: Int32) -> Float32:
+        """The LSE of a row's slot, -inf where it has none."""
+        found = -Float32.inf
+        if slot < slots:
+            found = own[slot]
+        return found
+
+    @cute.jit
+    def step(
+        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, block: cute.Tensor, ends, stage: Int32,
+        phase: Int32, used: Int32,
+    ):  # fmt: skip
+        """One block, its S under way from stage `used`, and the start of the next one's unless it is the last."""
+        row = block[0]
+        word = block[1]
+        rescale = cute.make_rmem_tensor(2, Float32)
+        weights = cute.recast_tensor(tile.P, Int32)
+        numbers = self.tokens_of(tile.member)
+        warpgroup.wait_group(0)
+        self.release(shared.free + used)
+        if cutlass.const_expr(last):
+            self.release(shared.q_free)
+        if (word & CUT) != 0:
+            rooms = []
+            for half in cutlass.range_constexpr(2):
+                room = Int32(-1)
+                if (word >> numbers[half]) & 1 != 0:
+                    room = ends[half] - row
+                rooms.append(room - tile.lane % 4 * 2)
+            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, rooms)
+        else:
+            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, None)
+        for i in cutlass.range_constexpr(cute.size(tile.O)):
+            tile.O[i] = tile.O[i] * rescale[i // 2 % 2]
+        cute.arch.mbarrier_wait(shared.full + stage, phase)
+        valid = word >> VALID_SHIFT
+        if valid < self.block_size:
+            # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+            self.blocks.clear_rows(shared.values[None, None, stage], valid, tile.member * WARP + tile.lane, GROUP)
+            cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values[None, None, None, stage])
+        held = stage
+        stage, phase = self.following(stage, phase)
+        used = stage
+        if cutlass.const_expr(last):
+            warpgroup.wait_group(0)
+        else:
+            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+            stage, phase = self.following(stage, phase)
+            warpgroup.wait_group(1)
+        self.release(shared.free + held)
+        return stage, phase, used
+
+    @cute.jit
+    def merge(self, shared: Shared, tile: Tile, own, slots, most: Int32, stage: Int32, phase: Int32):
+        """O += weight * partial of every slot, and the sum likewise. Returns the stage of the last ones too."""
+        staged = stage
+        loaded = cute.make_rmem_tensor(tile.O.layout, self.element)
+        # [part, half]; they are read one stage ahead of need.
+        logs = cute.make_rmem_tensor((self.parts, 2), Float32)
+        weights = cute.make_rmem_tensor((self.parts, 2), Float32)
+        self.read_logs(logs, own, slots, 0)
+        for m in cutlass.range((most + self.parts - 1) // self.parts, unroll=1):
+            if m > 0:
+                self.release(shared.free + staged)
+            for part in cutlass.range_constexpr(self.parts):
+                for half in cutlass.range_constexpr(2):
+                    shifted = logs[part, half] * LOG2_E - tile.row_max[half] * tile.scale_log2
+                    weights[part, half] = cute.math.exp2(shifted, fastmath=True)
+            self.read_logs(logs, own, slots, m + 1)
+            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            for part in cutlass.range_constexpr(self.parts):
+                source = tile.partials[None, None, None, stage * self.parts + part]
+                cute.copy(tile.reading, source, tile.reading.retile(loaded))
+                for half in cutlass.range_constexpr(2):
+                    tile.row_sum[half] = tile.row_sum[half] + weights[part, half]
+                for i in cutlass.range_constexpr(cute.size(tile.O)):
+                    weight = weights[part, i // 2 % 2]
+                    # What was not loaded may be anything. Not `weight > 0`: a NaN has to come through.
+                    value = choose(weight != 0.0, Float32(loaded[i]), Float32(0.0))
+                    tile.O[i] = tile.O[i] + weight * value
+            staged = stage
+            stage, phase = self.following(stage, phase)
+        return stage, phase, staged
+
+    @cute.jit
+    def read_logs(self, logs: cute.Tensor, own, slots, stage: Int32):
+        """The LSE of the slots that the tile's `stage`-th stage of partial results holds."""
+        for part in cutlass.range_constexpr(self.parts):
+            for half in cutlass.range_constexpr(2):
+                logs[part, half] = self.lse_of(own[half], slots[half], stage * self.parts + part)
+
+    @cute.jit
+    def emit(self, tile: Tile, head: Int32, token: Int32, last: Int32, numbers, heads, staged: Int32):
+        """Normalise the rows, stage them in the stage of the last partial results, and send them on their way."""
+        inverse = []
+        sums = []
+        for half in cutlass.range_constexpr(2):
+            scale = Float32(0.0)
+            total = -Float32.inf
+            if tile.row_sum[half] != 0.0:
+                scale = 1.0 / tile.row_sum[half]
+                total = softmax.log_sum(tile.row_max[half], tile.row_sum[half], tile.scale_log2)
+            inverse.append(scale)
+            sums.append(total)
+        scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(tile.O)):
+            scaled[i] = tile.O[i] * inverse[i // 2 % 2]
+        rounded = cute.make_rmem_tensor(tile.O.layout, self.element)
+        rounded.store(scaled.load().to(self.element))
+        cute.arch.sync_warp()
+        cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, staged * self.parts])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        of_warp = WARP_ROWS // self.rows.rows_per_token
+        for r in cutlass.range_constexpr(of_warp):
+            number = tile.member * of_warp + r
+            if token + number < last:
+                source = tile.boxes[None, None, None, None, None, number, staged * self.parts]
+                self.rows.store(tile.out_atom, source, tile.out, token + number, head)
+        cute.arch.cp_async_bulk_commit_group()
+        # Lanes 0 and 1 of the four that share two rows write one LSE each.
+        half = tile.lane % 4
+        number, member, total = numbers[0], heads[0], sums[0]
+        if half == 1:
+            number, member, total = numbers[1], heads[1], sums[1]
+        if (half < 2) & (token + number < last) & (member < self.group):
+            tile.lse[token + number, head * self.group + member] = total
