@@ -7,6 +7,7 @@ for the driver, and one that does not fit is refused before that, with a sentenc
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from msa_tiles import ops, runtime
 from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.ops._where import Where
 from msa_tiles.quant import FP8
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
@@ -27,6 +29,7 @@ from msa_tiles.runtime.registry import default_registry
 
 pytestmark = pytest.mark.slow
 
+CPU = torch.device("cpu")
 ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
 # DLPack's (type code, bits).
@@ -265,6 +268,21 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     windows = -(-130 // _attention_kernels.window_for(130, (1 << 20) // _attention_kernels.bytes_per_query(1, 32, 128)))
     window = ["sparse_attention", "combine"]
     assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
+
+
+@pytest.mark.parametrize("place", [flat, packed, paged])
+def test_split_selection(launched: list[str], place: Callable[..., dict]) -> None:
+    """A part of sparse_attention, which no GPU serves here: as it calls it."""
+    given = place(normal, 2, 128)
+    where = Where.of(**{name: value for name, value in given.items() if name != "keys"})
+    wide = torch.zeros(130, 5, 2, dtype=torch.int32).permute(2, 0, 1)
+    for tile_tokens, ids in ((4, integers(2, 130, 16)), (8, wide), (8, integers(1, 130, 1))):
+        variant = {"block_size": 128, "tile_tokens": tile_tokens}
+        facts = _dispatch.call_facts("split_selection", where, CPU, "bf16", variant, queries=130)
+        facts = dataclasses.replace(facts, features=facts.features - {"paged"})
+        at = _dispatch.place(where, 130, 130, 128, CPU)
+        _attention_kernels.split_selection(facts, ids, at, fill=3, **variant)
+    assert launched == ["split_selection"] * 3
 
 
 @pytest.mark.parametrize(("place", "make"), PLACES[:2])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from msa_tiles import paths, spec
+from msa_tiles import paths, runtime, spec
+from msa_tiles.ops import _dispatch
+from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.verify import inputs, operators, runner
@@ -64,6 +67,21 @@ def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.
 
 def test_every_operator_of_the_specs_has_a_check(specs: spec.Specs) -> None:
     assert set(operators.CHECKS) == set(specs.operators)
+
+
+def test_a_split_is_made_by_the_kernel_that_is_checked(specs: spec.Specs, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> Callable[..., None]:
+        asked.append((op, backend, helper))
+        return lambda *_arguments: None
+
+    monkeypatch.setattr(runtime, "find_kernel", find_kernel)
+    case = next(case for case in small_cases("split_selection", specs) if case.workload.label == "ragged")
+    check = operators.CHECKS["split_selection"](case, inputs.Source(CPU, 3, case.workload.values), False, "cutedsl")
+    monkeypatch.setattr(_dispatch, "runs_reference", lambda _backend, _device: False)
+    check.run(into_buffers=False)
+    assert asked == [("split_selection", "cutedsl", False)]
 
 
 def test_points_ci_runs_every_declared_value(specs: spec.Specs) -> None:

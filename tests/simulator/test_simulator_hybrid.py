@@ -70,6 +70,8 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     launched = []
 
     def find(facts: CallFacts, backend: str, op: str, variant: dict[str, int]) -> Any:
+        assert backend == "tilelang", op
+
         def launch(*arguments: Any) -> None:
             launched.append(op)
             simulate(kernel(op, **variant), *arguments)
@@ -92,7 +94,7 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     with hybrid(True, fill=1):
         launch = _attention_kernels.prepare(
             facts,
-            "auto",
+            "tilelang",
             q,
             ids,
             num_requests=4,
