@@ -285,6 +285,19 @@ def test_split_selection(launched: list[str], place: Callable[..., dict]) -> Non
     assert launched == ["split_selection"] * 3
 
 
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_hybrid_attention(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch, place: Callable[..., dict], make: Callable[..., Tensor]
+) -> None:
+    monkeypatch.setattr(_attention_kernels, "_serves", lambda _facts, _backend, op: op == "shared_attention")
+    where = place(make, 2, 128)
+    k = where.pop("keys")
+    ids = integers(2, 130, 3)
+    ops.sparse_attention(make(130, 32, 128), k, k, ids, **where)
+    ops.sparse_attention(make(130, 32, 128), k, k, ids, out=strided(130, 32, 128), return_lse=True, **where)
+    assert launched == ["split_selection", "build_schedule", "sparse_attention", "shared_attention"] * 2
+
+
 @pytest.mark.parametrize(("place", "make"), PLACES[:2])
 def test_sparse_attention_backward(
     launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor]
