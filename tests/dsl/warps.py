@@ -215,6 +215,18 @@ class Arch:
     def shuffle_sync(self, value: Any, lane: int) -> Any:
         return self.gather(value)[lane]
 
+    def shuffle_sync_bfly(self, value: Any, distance: int) -> Any:
+        return self.gather(value)[self.machine.lane ^ distance]
+
+    def vote_ballot_sync(self, condition: bool) -> int:
+        return sum(1 << lane for lane, holds in enumerate(self.gather(bool(condition))) if holds)
+
+    def popc(self, bits: int) -> int:
+        return bits.bit_count()
+
+    def warp_redux_sync(self, value: int, kind: str) -> int:
+        return {"max": max, "min": min}[kind](self.gather(value))
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all lanes of the warp."""
         machine = self.machine
