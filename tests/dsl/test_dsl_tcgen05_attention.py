@@ -393,3 +393,18 @@ def test_a_fault_shows(fault: str) -> None:
     with pytest.raises((AssertionError, Deadlock)):
         for seed in range(4):
             check(seed, text.replace(right, wrong))
+
+
+@pytest.mark.slow
+def test_keys_that_are_not_there_are_told_from_others() -> None:
+    """With an odd number of blocks a place holds keys and values in turn, and phases two apart look alike."""
+    text = KERNEL.read_text()
+    right = f"{WAIT}block_full + values, values_phase)"
+    assert right in text
+    # Seeds whose values come late.
+    seeds = (102, 114, 116)
+    for seed in seeds:
+        check(seed)
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in seeds:
+            check(seed, text.replace(right, "pass"))

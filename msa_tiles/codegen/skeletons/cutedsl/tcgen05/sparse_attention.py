@@ -449,6 +449,12 @@ class SparseAttention:
             else:
                 if (flags & FIRST) != 0:
                     cute.arch.mbarrier_wait(shared.block_full + block, block_phase)
+                if (flags & LAST) != 0:
+                    # The values too, which are not this warp's: it waits for every phase of a place, or keys would be
+                    # taken for there that are still to come where others had the same parity. And now, while the
+                    # product to come keeps the values in their place.
+                    values, values_phase = self.advance(block, block_phase, BLOCKS)
+                    cute.arch.mbarrier_wait(shared.block_full + values, values_phase)
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
                 cute.arch.mbarrier_wait(shared.s_free + place, free_phase)
                 fence_after_sync()
