@@ -265,14 +265,7 @@ def prepare(
 
 
 def split_selection(
-    facts: CallFacts,
-    block_indices: Tensor,
-    where: Place,
-    *,
-    block_size: int,
-    tile_tokens: int,
-    fill: int,
-    backend: str = "auto",
+    facts: CallFacts, backend: str, block_indices: Tensor, where: Place, *, block_size: int, tile_tokens: int, fill: int
 ) -> Split:
     """Rest [Hkv, T, k] and its counts [Hkv, T], shared blocks [Hkv, tiles, 4 k // 3, 2] and their counts [Hkv, tiles],
     and the row of the last key that each query sees [T].

@@ -65,7 +65,7 @@ class SplitSelection:
         facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
         at = _dispatch.place(where, total_q, self.total_k, self.block_size, device)
         sizes = {"block_size": self.block_size, "tile_tokens": self.tile_tokens, "fill": self.fill}
-        made = _attention_kernels.split_selection(facts, self.ids, at, backend=self.backend, **sizes)
+        made = _attention_kernels.split_selection(facts, self.backend, self.ids, at, **sizes)
         return defined_parts(made)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:

@@ -281,7 +281,7 @@ def test_split_selection(launched: list[str], place: Callable[..., dict]) -> Non
         facts = _dispatch.call_facts("split_selection", where, CPU, "bf16", variant, queries=130)
         facts = dataclasses.replace(facts, features=facts.features - {"paged"})
         at = _dispatch.place(where, 130, 130, 128, CPU)
-        _attention_kernels.split_selection(facts, ids, at, fill=3, **variant)
+        _attention_kernels.split_selection(facts, "cutedsl", ids, at, fill=3, **variant)
     assert launched == ["split_selection"] * 3
 
 
