@@ -325,6 +325,14 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(20, 140000), (20, 130)], "seed": 5},
             {"block_size": 64, "topk": 4, "window": 128},
         ),
+        "two parts, rows of half a warp": (
+            {"sequences": [(41, 140000), (7, 130), (1, 300)], "seed": 6},
+            {"block_size": 64, "topk": 16, "window": 256, "heads": 2},
+        ),
+        "more ranges than parts": (
+            {"sequences": [(30, 600000)], "seed": 7, "positions": True},
+            {"block_size": 64, "topk": 17, "window": 640},
+        ),
     },
     "sparse_attention": {
         "mixed": (

@@ -1,8 +1,9 @@
 """Reverse index of a block selection: for every KV block, the (query, slot) edges that chose it, and the task list.
 
-Grid: (window, KV head); each CTA sorts the edges of its window's queries by KV block with a counting sort that is
-stable in the query, so the schedule is the same in every run. Global block numbers are
-cu_seqlens_k[b] // block_size + b + block, which keeps requests apart without a prefix sum.
+Grid: (window, KV head, part); the CTAs of a window sort the edges of its queries by KV block with a counting sort that
+is stable in the query, so the schedule is the same in every run. Global block numbers are
+cu_seqlens_k[b] // block_size + b + block, which keeps requests apart without a prefix sum. They are taken in ranges of
+BLOCKS, which the parts of a window take in turn.
 
 Edges and tasks are laid out as the sparse_attention kernel documents them. A block with more than CHUNK edges becomes
 several tasks of nearly equal size, so that no CTA works long after the others.
@@ -24,7 +25,9 @@ WARPS = 16  # <- tile.warps
 BLOCKS = 2048  # <- tile.blocks
 CHUNK = 128  # <- tile.chunk
 PREFETCH = 4  # <- tile.prefetch
+PARTS = 4  # <- tile.parts
 WARP = 32
+HALF = WARP // 2
 THREADS = WARPS * WARP
 PER_THREAD = BLOCKS // THREADS
 PIECE = 8  # edges of a task come in multiples of it, but for the last task of a block
@@ -58,8 +61,7 @@ class Lengths(NamedTuple):
 class Run(NamedTuple):
     """A warp's queries [first, last) of a window that begins at query `start`, and what it writes."""
 
-    block_indices: Any
-    head: Any
+    ids: Any  # [query, slot] of the head
     start: Any
     first: Any
     last: Any
@@ -69,14 +71,15 @@ class Run(NamedTuple):
 
 
 class BuildSchedule:
-    """Warps: all alike. Warp i owns a contiguous run of the window's queries and takes them in order, one query a step
-    with one slot a lane; the ids of a row are distinct, so a step never has two lanes on one counter and needs no
-    atomics. (Should a caller repeat an id in a row, its copies collapse into one edge.)
+    """Warps: all alike. Warp i owns a contiguous run of the window's queries and takes them in order, with one slot a
+    lane; where a row fits half a warp, two queries a step, which take turns at the counters. The ids of a row are
+    distinct, so a turn never has two lanes on one counter and needs no atomics. (Should a caller repeat an id in a row,
+    its copies collapse into one edge.)
 
     Passes over the ids, for every range of BLOCKS block numbers that the window can touch (one range up to
     BLOCKS * block_size keys): count per warp and block; prefix over the warps and over the blocks, which gives each
     block its run of edges and its tasks; then the same walk again writes the edges. A barrier parts each pass from the
-    next.
+    next. A CTA counts the ranges below its own too, whose sums say where its edges and tasks begin.
 
     Shared memory: one counter per warp and block (WARPS x BLOCKS int32), cut flags, two sums of every warp. A thread
     owns PER_THREAD neighbouring blocks between the walks.
@@ -115,12 +118,18 @@ class BuildSchedule:
         """Launch. An absent tensor is any other of its rank and type."""
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions)
         self.kernel(block_indices, lengths, edges, tasks, counts, window).launch(
-            grid=(counts.shape[0], counts.shape[1], 1),
+            grid=(counts.shape[0], counts.shape[1], self.parts(edges, tasks)),
             block=(THREADS, 1, 1),
             # Shared memory holds one block; without being told, the compiler saves registers for two, and spills.
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    @cute.jit
+    def parts(self, edges: cute.Tensor, tasks: cute.Tensor) -> Int32:
+        """CTAs of a window and head: tasks have room for one of each block, and for one of every CHUNK edges."""
+        blocks = Int32(tasks.shape[2]) - Int32(edges.shape[2]) // CHUNK
+        return cutlass.max(cutlass.min((blocks + BLOCKS - 1) // BLOCKS, PARTS), 1)
 
     @cute.kernel
     def kernel(
@@ -128,7 +137,8 @@ class BuildSchedule:
         window: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        window_index, head, _ = cute.arch.block_idx()
+        window_index, head, part = cute.arch.block_idx()
+        _, _, parts = cute.arch.grid_dim()
         warp, lane = thread // WARP, cute.arch.lane_idx()
         memory = SmemAllocator()
         layout = cute.make_layout((WARPS, THREADS, PER_THREAD), stride=(BLOCKS, PER_THREAD, 1))
@@ -146,7 +156,7 @@ class BuildSchedule:
         first = cutlass.min(start + warp * share, end)
         last = cutlass.min(first + share, end)
         run = Run(
-            block_indices, head, start, first, last, by_block[warp, None], cut_by_block,
+            block_indices[head, None, None], start, first, last, by_block[warp, None], cut_by_block,
             edges[window_index, head, None],
         )  # fmt: skip
         low, high = Int32(0), Int32(0)
@@ -156,8 +166,10 @@ class BuildSchedule:
             request = last_at_most(lengths.cu_seqlens_q, end - 1)
             length = key_length(lengths.cu_seqlens_k, lengths.seqused_k, lengths.use_seqused, request)
             high = self.first_block(lengths, request) + (length + self.block_size - 1) // self.block_size
+        ranges = (high - low + BLOCKS - 1) // BLOCKS
+        mine, number = part, Int32(0)
         edge_base, task_base = Int32(0), Int32(0)
-        while low < high:
+        while mine < ranges:
             upper = cutlass.min(low + BLOCKS, high)
             zeros = cute.make_rmem_tensor(PER_THREAD, Int32)
             zeros.fill(0)
@@ -170,17 +182,21 @@ class BuildSchedule:
             totals, edge_sum, task_sum = self.total(counters, thread, upper - low)
             edge_at, edge_all = inclusive_sum(edge_sum, sums[None, 0], warp, lane)
             task_at, task_all = inclusive_sum(task_sum, sums[None, 1], warp, lane)
-            self.place(
-                counters, cut, totals, tasks[window_index, head, None, None], lengths, requests, thread, low,
-                edge_base + edge_at - edge_sum, task_base + task_at - task_sum,
-            )  # fmt: skip
+            if number == mine:
+                self.place(
+                    counters, cut, totals, tasks[window_index, head, None, None], lengths, requests, thread, low,
+                    edge_base + edge_at - edge_sum, task_base + task_at - task_sum,
+                )  # fmt: skip
+                cute.arch.sync_threads()
+                self.walk(True, run, lengths, low, upper, lane)
+                cute.arch.sync_threads()
+                mine = mine + parts
             edge_base = edge_base + edge_all
             task_base = task_base + task_all
-            cute.arch.sync_threads()
-            self.walk(True, run, lengths, low, upper, lane)
-            cute.arch.sync_threads()
             low = low + BLOCKS
-        if thread == 0:
+            number = number + 1
+        # The CTA of the last range has counted all.
+        if (thread == 0) & (part == cutlass.max(ranges - 1, 0) % parts):
             counts[window_index, head] = task_base
 
     @cute.jit
@@ -243,25 +259,32 @@ class BuildSchedule:
     @cute.jit
     def walk(self, write: cutlass.Constexpr, run: Run, lengths: Lengths, low: Int32, high: Int32, lane: Int32):
         """Visit a warp's edges whose block number is in [low, high); count them, or write them when `write`."""
-        topk = Int32(run.block_indices.shape[2])
-        ids = cute.make_rmem_tensor(PREFETCH, Int32)
+        topk = Int32(run.ids.shape[1])
+        # Queries a step; which of them is the lane's, and its slot there.
+        abreast = pick(topk <= HALF, 2, 1)
+        beside = pick(topk <= HALF, lane // HALF, 0)
+        first_slot = lane - beside * HALF
+        ids, coming = (cute.make_rmem_tensor(PREFETCH, Int32) for _ in range(2))
         request, end, length, base = Int32(0), Int32(0), Int32(0), Int32(0)
         if run.first < run.last:
             request = last_at_most(lengths.cu_seqlens_q, run.first)
             end, length, base = self.standing(lengths, request)
-        for group in cutlass.range((run.last - run.first + PREFETCH - 1) // PREFETCH, unroll=1):
-            first = run.first + group * PREFETCH
+        stride = PREFETCH * abreast
+        self.fetch(run, run.first + beside, abreast, first_slot, coming)
+        for group in cutlass.range((run.last - run.first + stride - 1) // stride, unroll=1):
+            first = run.first + group * stride + beside
             before = (request, end, length, base)
             for step in cutlass.range((topk + WARP - 1) // WARP, unroll=1):
                 # Every step walks the group's queries again, from the request of the first one.
                 request, end, length, base = before
-                slot = step * WARP + lane
+                slot = step * WARP + first_slot
+                ids.store(coming.load())
+                # The next ids come while these are placed.
+                done = (step + 1) * WARP >= topk
+                next_first, next_slot = pick(done, first + stride, first), pick(done, first_slot, slot + WARP)
+                self.fetch(run, next_first, abreast, next_slot, coming)
                 for ahead in cutlass.range_constexpr(PREFETCH):
-                    ids[ahead] = Int32(-1)
-                    if (first + ahead < run.last) & (slot < topk):
-                        ids[ahead] = run.block_indices[run.head, first + ahead, slot]
-                for ahead in cutlass.range_constexpr(PREFETCH):
-                    query = cutlass.min(first + ahead, run.last - 1)
+                    query = cutlass.min(first + ahead * abreast, run.last - 1)
                     while query >= end:
                         request = request + 1
                         end, length, base = self.standing(lengths, request)
@@ -269,11 +292,13 @@ class BuildSchedule:
                         lengths.q_positions, lengths.use_positions, query, query, length - end + query, length
                     )
                     block = ids[ahead]
+                    visible, column = Int32(0), Int32(-1)
                     # Compare before multiplying: a wild id must not overflow into a visible one.
                     if (block >= 0) & (limit >= 0) & (block <= limit // self.block_size):
                         visible = cutlass.min(limit - block * self.block_size, self.block_size - 1)
                         column = block + base - low
-                        if (column >= 0) & (column < high - low):
+                    for turn in cutlass.range_constexpr(2):
+                        if (beside == turn) & (column >= 0) & (column < high - low):
                             place = run.counter[column]
                             run.counter[column] = place + 1
                             if cutlass.const_expr(write):
@@ -281,7 +306,17 @@ class BuildSchedule:
                                 run.edges[place] = edge | (slot << SLOT_SHIFT) | visible
                             elif visible < self.block_size - 1:
                                 run.cut[column] = 1
-                    cute.arch.sync_warp()
+                        cute.arch.sync_warp()
+
+    @cute.jit
+    def fetch(self, run: Run, first: Int32, apart: Int32, slot: Int32, ids: cute.Tensor):
+        """What PREFETCH queries of a run, some queries apart, hold in a slot, -1 where there is none."""
+        there = slot < run.ids.shape[1]
+        for ahead in cutlass.range_constexpr(PREFETCH):
+            query = first + ahead * apart
+            ids[ahead] = Int32(-1)
+            if there & (query < run.last):
+                ids[ahead] = run.ids[query, slot]
 
     @cute.jit
     def standing(self, lengths: Lengths, request: Int32):

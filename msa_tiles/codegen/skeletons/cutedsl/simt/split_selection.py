@@ -8,7 +8,7 @@ queries that select the block and ranks it: more queries first, then in the orde
 has in an earlier slot is a twin, which counts for nothing. Shared are the blocks that at least three quarters of the
 tile's queries select, and beyond them the best ones until a tile has `fill`; a block's rank is its place in the list.
 What no shared block owns is moved to the front of its row of `rest`. Places come from votes: a lane counts the lanes
-below it that have something to write too.
+below it that have something to write too. Where rows are short, a warp reads and writes several queries at a time.
 
 Shared memory, for every warp: three int32 for each entry, [tile_tokens * 64] each, namely its row, what ranks it, and
 its owner; three int32 for each query, [tile_tokens] each: the first row and the length of its request and the last key
@@ -25,12 +25,11 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, bits_below, count_bits
+from msa_tiles.dsl.cutedsl.warp import WARP, ballot, bits_below, count_bits, first_bit
 
 WARPS = 4  # <- tile.warps
 THREADS = WARPS * WARP
 LONGEST = 64  # entries of a query
-PREFETCH = 4  # ids that a lane has in flight
 BATCH = 2  # entries of a lane that share what they are compared with
 # Fields of a listed block's second word, and of an owner. A mark is number of queries << 8 | mask of them.
 COUNT_SHIFT = 8
@@ -72,6 +71,10 @@ class Tile(NamedTuple):
     tokens: Any  # queries that exist
     topk: Any
     lane: Any
+    abreast: Any  # queries that the warp takes at a time, a lane for each slot: one where topk is more than half a warp
+    beside: Any  # which of them is the lane's; abreast or more for lanes that are left over
+    slot: Any  # the lane's slot of its query, which is the first of two in rows longer than a warp
+    fellows: Any  # the lanes of its query
     rows: Any  # of each entry: the row where its block begins, or -1
     marks: Any  # of each entry that owns: number of queries << 8 | mask of them; 0 of others
     owners: Any  # of each entry: first entry of its block | TWIN | SHARED, or -1
@@ -140,10 +143,13 @@ class SplitSelection:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile_index = tile_group * WARPS + warp
         first_token = tile_index * self.tile_tokens
+        lane, topk = thread % WARP, Int32(rest.shape[2])
+        slots = cutlass.max(cutlass.min(topk, WARP), 1)
+        beside = lane // slots
         tile = Tile(
-            first_token, cutlass.min(self.tile_tokens, Int32(rest.shape[1]) - first_token), Int32(rest.shape[2]),
-            thread % WARP, rows[None, warp], marks[None, warp], owners[None, warp], starts[None, warp],
-            limits[None, warp], key_lengths[None, warp],
+            first_token, cutlass.min(self.tile_tokens, Int32(rest.shape[1]) - first_token), topk, lane,
+            WARP // slots, beside, lane - beside * slots, bits_below(slots) << (beside * slots), rows[None, warp],
+            marks[None, warp], owners[None, warp], starts[None, warp], limits[None, warp], key_lengths[None, warp],
         )  # fmt: skip
         if tile_index < shared.shape[1]:
             self.stand(tile, lengths, head, last_rows)
@@ -181,28 +187,21 @@ class SplitSelection:
     @cute.jit
     def read_rows(self, tile: Tile, block_indices: cute.Tensor, head: Int32):
         """The row of each entry, that of absent queries too."""
-        entries = self.tile_tokens * tile.topk
-        ids = cute.make_rmem_tensor(PREFETCH, Int32)
-        tokens = cute.make_rmem_tensor(PREFETCH, Int32)
-        for group in cutlass.range((entries + PREFETCH * WARP - 1) // (PREFETCH * WARP), unroll=1):
-            first = group * (PREFETCH * WARP) + tile.lane
-            for ahead in cutlass.range_constexpr(PREFETCH):
-                entry = first + ahead * WARP
-                token = entry // tile.topk
-                ids[ahead] = Int32(-1)
-                tokens[ahead] = cutlass.min(token, self.tile_tokens - 1)
-                if token < tile.tokens:
-                    ids[ahead] = block_indices[head, tile.first_token + token, entry - token * tile.topk]
-            for ahead in cutlass.range_constexpr(PREFETCH):
-                entry = first + ahead * WARP
-                if entry < entries:
-                    block = ids[ahead]
-                    limit = tile.limits[tokens[ahead]]
+        for first in cutlass.range(0, self.tile_tokens, tile.abreast, unroll=1):
+            token = first + tile.beside
+            if (tile.beside < tile.abreast) & (token < self.tile_tokens):
+                start, limit = tile.starts[token], tile.limits[token]
+                slot = tile.slot
+                while slot < tile.topk:
+                    block = Int32(-1)
+                    if token < tile.tokens:
+                        block = block_indices[head, tile.first_token + token, slot]
                     row = Int32(-1)
                     # Compare before multiplying: a wild id must not overflow into a visible one.
                     if (block >= 0) & (limit >= 0) & (block <= limit // self.block_size):
-                        row = tile.starts[tokens[ahead]] + block * self.block_size
-                    tile.rows[entry] = row
+                        row = start + block * self.block_size
+                    tile.rows[token * tile.topk + slot] = row
+                    slot = slot + WARP
 
     @cute.jit
     def find_owners(self, tile: Tile):
@@ -265,47 +264,50 @@ class SplitSelection:
                         row = tile.rows[entry]
                         word = mark & ((1 << COUNT_SHIFT) - 1)
                         listing[rank, 0] = row
-                        listing[rank, 1] = word | self.facts(tile, entry // tile.topk, row, word)
+                        listing[rank, 1] = word | self.facts(tile, row, word)
                         tile.owners[entry] = entry | SHARED
                     listed = cutlass.min(listed + count_bits(takers), most)
         return listed
 
     @cute.jit
-    def facts(self, tile: Tile, token: Int32, row: Int32, mask: Int32) -> Int32:
-        """Valid rows << 9 | whether a query of the tile sees less than the block << 8, of a block that `token` selects.
+    def facts(self, tile: Tile, row: Int32, mask: Int32) -> Int32:
+        """Valid rows << 9 | whether a query of the tile sees less than the block << 8, for a block's row.
 
-        mask tells the queries that select the block.
+        mask tells the queries that select the block, which are of one request.
         """
         cut = mask != (Int32(1) << tile.tokens) - 1
         for t in cutlass.range_constexpr(self.tile_tokens):
             visible = tile.starts[t] + tile.limits[t] - row
             cut = cut | ((((mask >> t) & 1) != 0) & (visible < self.block_size - 1))
+        token = first_bit(mask)
         valid = cutlass.min(tile.starts[token] + tile.lengths[token] - row, self.block_size)
         return pick(cut, CUT, 0) | (valid << VALID_SHIFT)
 
     @cute.jit
     def write_rest(self, tile: Tile, rest: cute.Tensor, rest_counts: cute.Tensor, head: Int32):
-        """The ids that no shared block took, query after query, a lane for each of 32 slots."""
-        for token in cutlass.range(tile.tokens, unroll=1):
+        """The ids that no shared block took, then -1, and their number."""
+        for first in cutlass.range(0, tile.tokens, tile.abreast, unroll=1):
+            token = first + tile.beside
             query = tile.first_token + token
-            start = tile.starts[token]
+            mine = (tile.beside < tile.abreast) & (token < tile.tokens)
             number = Int32(0)
             for step in cutlass.range((tile.topk + WARP - 1) // WARP, unroll=1):
-                slot = step * WARP + tile.lane
+                slot = step * WARP + tile.slot
                 entry = token * tile.topk + slot
                 kept = Boolean(False)
-                if slot < tile.topk:
+                if mine & (slot < tile.topk):
                     owner = tile.owners[entry]
                     if (owner >= 0) & ((owner & TWIN) == 0):
                         kept = (tile.owners[owner & ENTRY] & SHARED) == 0
-                keepers = ballot(kept)
+                keepers = ballot(kept) & tile.fellows
                 if kept:
                     place = number + count_bits(keepers & bits_below(tile.lane))
-                    rest[head, query, place] = (tile.rows[entry] - start) // self.block_size
+                    rest[head, query, place] = (tile.rows[entry] - tile.starts[token]) // self.block_size
                 number = number + count_bits(keepers)
-            slot = number + tile.lane
-            while slot < tile.topk:
-                rest[head, query, slot] = Int32(-1)
-                slot = slot + WARP
-            if tile.lane == 0:
-                rest_counts[head, query] = number
+            if mine:
+                slot = number + tile.slot
+                while slot < tile.topk:
+                    rest[head, query, slot] = Int32(-1)
+                    slot = slot + WARP
+                if tile.slot == 0:
+                    rest_counts[head, query] = number

@@ -7,7 +7,8 @@ there twice in a row of ids), so that blocks of different requests never meet. E
 of them, which counts the queries that select the block and ranks it: more queries first, then in the order of the
 entries. Shared are the blocks that at least three quarters of the tile's queries select, and beyond them the best ones
 until a tile has `fill`; a block's rank is its place in the list. What no shared block owns is moved to the front of its
-row of `rest`.
+row of `rest`. Places come from votes: a lane counts the lanes below it that have something to write too. Where rows are
+short, a warp reads and writes several queries at a time.
 
 Shared memory: three int32 for each entry of each warp, namely its row, what ranks it, and its owner.
 """
@@ -15,6 +16,7 @@ Shared memory: three int32 for each entry of each warp, namely its row, what ran
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
+from msa_tiles.dsl.tilelang.warp import ballot, bits_below, count_bits, first_bit
 
 WARPS = 4  # <- tile.warps
 PASS_CONFIGS = {
@@ -81,15 +83,14 @@ def split_selection(block_size: int, tile_tokens: int):
             twin = T.alloc_local([2], "int32")
             number = T.alloc_var("int32")
             mark = T.alloc_var("int32")
-            other = T.alloc_var("int32")
             rank = T.alloc_var("int32")
-            taken = T.alloc_var("int32")
+            takers = T.alloc_var("uint32")
+            keepers = T.alloc_var("uint32")
             most = T.alloc_var("int32")
             ownership = T.alloc_var("int32")
             word = T.alloc_var("int32")
             listed = T.alloc_var("int32")
             kept = T.alloc_var("int32")
-            place = T.alloc_var("int32")
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
@@ -101,6 +102,12 @@ def split_selection(block_size: int, tile_tokens: int):
             chunks = T.ceildiv(entries, 32)
             # Three quarters, rounded up.
             enough = tokens - tokens // 4
+            # Queries that a warp takes at a time; which of them is the lane's, and its slot there.
+            slots = T.max(T.min(topk, 32), 1)
+            abreast = T.truncdiv(32, slots)
+            beside = T.truncdiv(lane, slots)
+            first_slot = lane - beside * slots
+            fellows = bits_below(slots) << T.cast(beside * slots, "uint32")
             if tile < num_tiles:
                 if lane < tile_tokens:
                     start = 0
@@ -119,18 +126,21 @@ def split_selection(block_size: int, tile_tokens: int):
                     if head == 0 and lane < tokens:
                         last_rows[first_token + lane] = T.if_then_else(limit >= 0, start + limit, -1)
                 T.sync_warp()
-                for chunk in T.serial(chunks):
-                    entry = chunk * 32 + lane
-                    if entry < entries:
-                        token = T.truncdiv(entry, topk)
-                        row = -1
-                        if token < tokens:
-                            block = block_indices[head, first_token + token, entry - token * topk]
-                            limit = limits[warp, token]
-                            # Compare before multiplying: a wild id must not overflow into a visible one.
-                            if block >= 0 and limit >= 0 and block <= limit // block_size:
-                                row = starts[warp, token] + block * block_size
-                        rows[warp, entry] = row
+                for some in T.serial(T.ceildiv(tile_tokens, abreast)):
+                    token = some * abreast + beside
+                    if beside < abreast and token < tile_tokens:
+                        start = starts[warp, token]
+                        limit = limits[warp, token]
+                        for step in T.serial(T.ceildiv(topk, 32)):
+                            slot = step * 32 + first_slot
+                            if slot < topk:
+                                row = -1
+                                if token < tokens:
+                                    block = block_indices[head, first_token + token, slot]
+                                    # Compare before multiplying: a wild id must not overflow into a visible one.
+                                    if block >= 0 and limit >= 0 and block <= limit // block_size:
+                                        row = start + block * block_size
+                                rows[warp, token * topk + slot] = row
                 T.sync_warp()
                 # Two entries a lane at a time share what they are compared with.
                 for pair in T.serial(T.ceildiv(entries, 64)):
@@ -173,20 +183,12 @@ def split_selection(block_size: int, tile_tokens: int):
                             mark = 0
                             if entry < entries:
                                 mark = marks[warp, entry]
-                            taken = 0
-                            if (mark >> 8) == tile_tokens - less:
-                                taken = 1
-                            rank = taken
-                            for step in T.unroll(5):
-                                other = T.shfl_up(rank, 1 << step)
-                                if lane >= (1 << step):
-                                    rank = rank + other
-                            number = T.shfl_sync(rank, 31)
-                            rank = listed + rank - 1
-                            if taken > 0 and rank < most:
+                            takers = ballot((mark >> 8) == tile_tokens - less)
+                            rank = listed + count_bits(takers & bits_below(lane))
+                            if (mark >> 8) == tile_tokens - less and rank < most:
                                 row = rows[warp, entry]
-                                token = T.truncdiv(entry, topk)
                                 word = mark & 255
+                                token = first_bit(T.cast(word, "uint32"))
                                 if word != (1 << tokens) - 1:
                                     word = word | CUT
                                 for t in T.unroll(tile_tokens):
@@ -197,40 +199,33 @@ def split_selection(block_size: int, tile_tokens: int):
                                 shared[head, tile, rank, 0] = row
                                 shared[head, tile, rank, 1] = word | (valid << VALID_SHIFT)
                                 owners[warp, entry] = entry | SHARED
-                            listed = T.min(listed + number, most)
+                            listed = T.min(listed + count_bits(takers), most)
                 if lane == 0:
                     shared_counts[head, tile] = listed
                 T.sync_warp()
-                # From here on a mark says whether the entry stays in the rest.
-                for chunk in T.serial(chunks):
-                    entry = chunk * 32 + lane
-                    if entry < entries:
-                        ownership = owners[warp, entry]
+                for some in T.serial(T.ceildiv(tokens, abreast)):
+                    token = some * abreast + beside
+                    number = 0
+                    for step in T.serial(T.ceildiv(topk, 32)):
+                        slot = step * 32 + first_slot
                         kept = 0
-                        if ownership >= 0 and (ownership & TWIN) == 0:
-                            if (owners[warp, ownership & ENTRY] & SHARED) == 0:
-                                kept = 1
-                        marks[warp, entry] = kept
-                T.sync_warp()
-                for chunk in T.serial(chunks):
-                    entry = chunk * 32 + lane
-                    if entry < tokens * topk:
-                        token = T.truncdiv(entry, topk)
-                        slot = entry - token * topk
-                        place = 0
-                        number = 0
-                        for s in T.serial(topk):
-                            kept = marks[warp, token * topk + s]
-                            number = number + kept
-                            if s < slot:
-                                place = place + kept
-                        if marks[warp, entry] > 0:
-                            rest[head, first_token + token, place] = (
-                                rows[warp, entry] - starts[warp, token]
+                        row = 0
+                        if beside < abreast and token < tokens and slot < topk:
+                            ownership = owners[warp, token * topk + slot]
+                            if ownership >= 0 and (ownership & TWIN) == 0:
+                                if (owners[warp, ownership & ENTRY] & SHARED) == 0:
+                                    kept = 1
+                                    row = rows[warp, token * topk + slot]
+                        keepers = ballot(kept > 0) & fellows
+                        if kept > 0:
+                            rest[head, first_token + token, number + count_bits(keepers & bits_below(lane))] = (
+                                row - starts[warp, token]
                             ) // block_size
-                        if slot >= number:
-                            rest[head, first_token + token, slot] = -1
-                        if slot == 0:
+                        number = number + count_bits(keepers)
+                    if beside < abreast and token < tokens:
+                        for step in T.serial(T.ceildiv(topk - number - first_slot, 32)):
+                            rest[head, first_token + token, number + step * 32 + first_slot] = -1
+                        if first_slot == 0:
                             rest_counts[head, first_token + token] = number
 
     return main
