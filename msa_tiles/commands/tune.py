@@ -6,7 +6,7 @@ import argparse
 import functools
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msa_tiles import console
@@ -81,27 +81,50 @@ def _figures(
     from msa_tiles import paths
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
-    from msa_tiles.verify.inputs import Source
-    from msa_tiles.verify.operators import CHECKS
 
     operator = load(paths.specs_dir()).operators[cells[0].op]
     for workload in operator.bench:
         if labels and workload.label not in labels:
             continue
         case = Case(cells[0], operator, workload, operator.m3, 0.0)
-        check: Any = None
+        checks: list[Any] = []
+        calls: dict[str, list[Callable[[], Any]]] = {}
         try:
             # All run on the same inputs: those of the longest workloads fit a GPU once.
-            check = CHECKS[cells[0].op](case, Source(device, 0, workload.values), False, cells[0].dsl)
-            figure = measure({cell.id: functools.partial(_run, check, cell.dsl) for cell in cells}, seconds)
+            checks = _input_sets(functools.partial(_check, case, device), device)
+            calls = {cell.id: [functools.partial(_run, check, cell.dsl) for check in checks] for cell in cells}
+            figure = measure(calls, seconds)
         except torch.OutOfMemoryError:
             console.complain(f"msa-tiles tune: {cells[0].op} {workload.label} does not fit this GPU and is left out")
             continue
         finally:
-            check = None
+            checks, calls = [], {}
             gc.collect()
             torch.cuda.empty_cache()
         yield workload.label, case.dims["total_q"], figure
+
+
+def _check(case: Any, device: Any, seed: int) -> Any:
+    """A call of a workload on random inputs."""
+    from msa_tiles.verify.inputs import Source
+    from msa_tiles.verify.operators import CHECKS
+
+    return CHECKS[case.cell.op](case, Source(device, seed, case.workload.values), False, case.cell.dsl)
+
+
+def _input_sets(make: Callable[[int], Any], device: Any) -> list[Any]:
+    """What `make` makes of as many seeds as it takes for the inputs not to stay in the GPU's L2 from call to call."""
+    import torch
+
+    from msa_tiles.bench.timing import sets_needed
+
+    if device.type != "cuda":
+        return [make(0)]
+    before = torch.cuda.memory_allocated(device)
+    first = make(0)
+    held = torch.cuda.memory_allocated(device) - before
+    count = sets_needed(held, torch.cuda.get_device_properties(device).L2_cache_size)
+    return [first, *(make(seed) for seed in range(1, count))]
 
 
 def _run(check: Any, dsl: str) -> Any:
@@ -109,15 +132,18 @@ def _run(check: Any, dsl: str) -> Any:
     return check.run(False)
 
 
-def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Milliseconds of each call, in a graph where it can be captured; the median over rounds in which all take part."""
+def measure(calls: Mapping[str, Sequence[Callable[[], Any]]], seconds: float) -> dict[str, float]:
+    """Milliseconds of each, in a graph where it can be captured; the median over rounds in which all take part.
+
+    Each is calls of the same work, which run in turn, on inputs of their own that together do not stay in the L2.
+    """
     from msa_tiles.bench.timing import CudaClock
 
     clock = CudaClock()
-    plays = {name: clock.load([call])[0] for name, call in calls.items()}
+    plays = {name: clock.load(each)[0] for name, each in calls.items()}
     times = {name: max(1, int(seconds * 1e3 / max(clock.run(play, 2)[1] / 2, 1e-3))) for name, play in plays.items()}
     found: dict[str, list[float]] = {name: [] for name in plays}
     for turn in range(ROUNDS):
         for name in list(plays) if turn % 2 == 0 else list(reversed(plays)):
-            found[name].append(clock.run(plays[name], times[name])[1] / times[name])
+            found[name].append(clock.run(plays[name], times[name])[1] / times[name] / len(calls[name]))
     return {name: round(statistics.median(values), 5) for name, values in found.items()}

@@ -106,19 +106,24 @@ def test_the_longest_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "blocks", "k"),
+    ("kind", "heads", "blocks", "k", "few"),
     [
-        ("normal", 1, 1000, 16),
-        ("special", 2, 1024, 64),
-        ("equal", 1, 1000, 16),
-        ("nearly_nan", 1, 1024, 64),
-        ("ties", 1, 5, 16),
-        ("special", 1, 16, 16),
-        ("normal", 1, 0, 4),
+        ("normal", 1, 1000, 16, True),
+        ("normal", 3, 1024, 64, True),
+        ("special", 2, 1024, 64, False),
+        ("equal", 1, 1000, 16, False),
+        ("nearly_nan", 1, 1024, 64, False),
+        ("ties", 1, 5, 16, True),
+        ("special", 1, 16, 16, True),
+        ("equal", 1, 256, 40, True),
+        ("normal", 1, 257, 9, True),
+        ("normal", 1, 0, 4, True),
     ],
 )
-def test_the_threshold(kind: str, heads: int, blocks: int, k: int) -> None:
-    """Every split of a row works on its share of this list, so its order is settled too: by thread, then by block."""
+def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) -> None:
+    """Every split of a row works on its share of this list, so its order is settled too: as ranked where few blocks
+    reach the mark, else by thread, then by block.
+    """
     threshold = lanes.helper("threshold")
     threads, width = 256, 1024
     score = scores_of(kind, (heads, 1, width))
@@ -127,12 +132,13 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int) -> None:
 
     def choose() -> None:
         memory = lanes.Allocator()
-        best = threshold.Best(memory.allocate_tensor(Int32, (threads // 32, 2, 2)), memory.allocate_tensor(Int32, 64))
+        best = threshold.Best(
+            *(memory.allocate_tensor(Int32, shape) for shape in ((threads // 32, 2, 2), (threads, 2), (64,)))
+        )
         read = lanes.empty(width // threads)
         read.fill(lanes.Float32.nan)
         source = threshold.Row(tensor, Int32(0), Int32(heads), Int32(0))
-        threshold.read_scores(source, 0, 2, Int32(width), read, threads)
-        threshold.read_scores(source, 2, width // threads, Int32(blocks), read, threads)
+        threshold.read_scores(source, Int32(blocks), read, threads)
         keys = threshold.keys_of(read, Int32(blocks), Int32(1), Int32(2), threads)
         wanted = min(k, blocks)
         threshold.list_best(keys, Int32(wanted), Int32(blocks), best, threads)
@@ -143,11 +149,15 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int) -> None:
 
     lanes.launch(choose, (), (1,), threads)
     valid = torch.tensor([blocks], dtype=torch.int32)
-    wanted = reference.topk_select(
-        score, k, num_kv_heads=1, num_valid_blocks=valid, init_blocks=1, local_blocks=2, order="ascending"
+    wanted, ranked = (
+        reference.topk_select(
+            score, k, num_kv_heads=1, num_valid_blocks=valid, init_blocks=1, local_blocks=2, order=order
+        ).flatten()
+        for order in ("ascending", "score")
     )
-    assert [int(block) for block in row.memory] == wanted.flatten().tolist()
-    assert listed == sorted(wanted[wanted >= 0].tolist(), key=lambda block: (block % threads, block))
+    assert [int(block) for block in row.memory] == wanted.tolist()
+    by_thread = sorted(wanted[wanted >= 0].tolist(), key=lambda block: (block % threads, block))
+    assert listed == (ranked[ranked >= 0].tolist() if few else by_thread)
 
 
 @pytest.mark.parametrize("requests", [1, 3, 40, 70])

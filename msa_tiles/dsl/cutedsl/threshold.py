@@ -1,9 +1,13 @@
-"""Exact top-k of one row by a whole CTA: keys in registers, the k-th largest key found bit by bit.
+"""Exact top-k of one row by a whole CTA, keys in registers.
 
-Thread t holds the keys of blocks t, t + threads, ... The threshold is the largest number that at least k keys reach:
-two of its bits are found at a time, from the top, with one round of counts over the CTA, until exactly k keys reach it.
-Where its last bits leave more than k, the keys equal to it are ties, and a search over block ids, bit by bit, keeps the
-lowest of them. What remains is listed in an order that depends on the keys alone.
+Thread t holds the keys of blocks t, t + threads, ... Each warp finds how high its k / warps best threads reach; the
+lowest of these marks is reached by at least k keys, and of scores without an order by few more. Those candidates, if
+there is one at most for every thread, are ranked against each other.
+
+Where there are more (ties, or the best blocks all in one warp), the k-th largest key is searched, the largest number
+that at least k keys reach: two of its bits are found at a time, from the top, with one round of counts over the CTA,
+until exactly k keys reach it. Where its last bits leave more than k, the keys equal to it are ties, and a search over
+block ids, bit by bit, keeps the lowest of them. Either way the order of the list depends on the keys alone.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from msa_tiles.dsl.cutedsl.topk import EMPTY, NAN_KEY, forced_key, order_key, pick
+from msa_tiles.dsl.cutedsl.topk import EMPTY, NAN_KEY, forced_key, order_key, pick, ranks_above
 from msa_tiles.dsl.cutedsl.warp import WARP, inclusive_sum
 
 ID_BITS = 15
@@ -28,25 +32,23 @@ class Row(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Shared memory of the search: counts of the warps, and the blocks that it found."""
+    """Shared memory of the choice: what warps tell each other, the candidates, and the blocks that were chosen."""
 
     sums: Any  # [warps, 2, 2] int32
+    candidates: Any  # [threads, (id, key)] int32
     ids: Any  # int32, as many as are wanted at most
 
 
 @cute.jit
-def read_scores(
-    row: Row, first: cutlass.Constexpr, last: cutlass.Constexpr, end: Int32, best: cute.Tensor,
-    threads: cutlass.Constexpr,
-):  # fmt: skip
-    """Raise best[j], for j from first to last - 1, to the best score of block j * threads + thread below `end`.
+def read_scores(row: Row, end: Int32, best: cute.Tensor, threads: cutlass.Constexpr):
+    """Raise best[j] to the best score of block j * threads + thread, where that is below `end`.
 
     NaN gives way unless every head has one; best begins as NaN.
     """
     thread, _, _ = cute.arch.thread_idx()
     for r in cutlass.range(row.heads, unroll=1):
         scores = row.score[row.first_head + r, row.token, None]
-        for j in cutlass.range_constexpr(first, last):
+        for j in cutlass.range_constexpr(cute.size(best)):
             if j * threads + thread < end:
                 best[j] = cute.arch.fmax(best[j], scores[j * threads + thread])
 
@@ -88,13 +90,76 @@ def totals(first: Int32, second: Int32, turn: Int32, sums: cute.Tensor):
 
 
 @cute.jit
+def places(mine: Int32, sums: cute.Tensor, turn: Int32):
+    """The sum of `mine` over the threads before, and over all; a barrier and a turn of the sums. All must call it."""
+    lane = cute.arch.lane_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    until = inclusive_sum(mine, lane)
+    if lane == WARP - 1:
+        sums[warp, 0, turn & 1] = until
+    cute.arch.sync_threads()
+    of_lane = Int32(0)
+    if lane < cute.size(sums, mode=[0]):
+        of_lane = sums[lane, 0, turn & 1]
+    return add(pick(lane < warp, of_lane, 0)) + until - mine, add(of_lane)
+
+
+@cute.jit
+def common_mark(keys: cute.Tensor, wanted: Int32, sums: cute.Tensor) -> Int32:
+    """A number above EMPTY that at least `wanted` keys reach, if there are so many; takes a barrier and turn 0."""
+    lane = cute.arch.lane_idx()
+    warps = cute.size(sums, mode=[0])
+    left = Int32(EMPTY)
+    for j in cutlass.range_constexpr(cute.size(keys)):
+        left = cutlass.max(left, keys[j])
+    mark = Int32(EMPTY)
+    for _ in cutlass.range((wanted + warps - 1) // warps, unroll=1):
+        mark = Int32(cute.arch.warp_redux_sync(left, "max"))
+        # Threads of equal height go together: then more of them reach the mark, never fewer.
+        left = pick(left == mark, EMPTY, left)
+    if lane == 0:
+        sums[cute.arch.warp_idx(), 0, 0] = mark
+    cute.arch.sync_threads()
+    if lane < warps:
+        mark = sums[lane, 0, 0]
+    return cutlass.max(Int32(cute.arch.warp_redux_sync(mark, "min")), Int32(NAN_KEY))
+
+
+@cute.jit
 def list_best(keys: cute.Tensor, wanted: Int32, valid: Int32, best: Best, threads: cutlass.Constexpr):
     """The blocks of the `wanted` best keys of `valid` ones, in the first places of the list.
 
     All threads must call it; the list is there for all of them when it returns.
     """
     thread, _, _ = cute.arch.thread_idx()
-    lane = cute.arch.lane_idx()
+    mark = common_mark(keys, wanted, best.sums)
+    mine = Int32(0)
+    for j in cutlass.range_constexpr(cute.size(keys)):
+        mine = mine + pick(keys[j] >= mark, 1, 0)
+    place, count = places(mine, best.sums, Int32(1))
+    if count <= threads:
+        for j in cutlass.range_constexpr(cute.size(keys)):
+            if keys[j] >= mark:
+                best.candidates[place, 0] = j * threads + thread
+                best.candidates[place, 1] = keys[j]
+                place = place + 1
+        cute.arch.sync_threads()
+        if thread < count:
+            block, key = best.candidates[thread, 0], best.candidates[thread, 1]
+            above = Int32(0)
+            for i in cutlass.range(count, unroll=4):
+                above = above + pick(ranks_above(best.candidates[i, 1], best.candidates[i, 0], key, block), 1, 0)
+            if above < wanted:
+                best.ids[above] = block
+    else:
+        search(keys, wanted, valid, best, threads)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def search(keys: cute.Tensor, wanted: Int32, valid: Int32, best: Best, threads: cutlass.Constexpr):
+    """list_best by thresholds alone, up to its last barrier: any number of equal keys, in any place."""
+    thread, _, _ = cute.arch.thread_idx()
     count = cute.size(keys)
     low = Int32(0xFFFF)
     # So many keys reach the threshold; a row that is wanted whole needs no search.
@@ -145,20 +210,11 @@ def list_best(keys: cute.Tensor, wanted: Int32, valid: Int32, best: Best, thread
     mine = Int32(0)
     for j in cutlass.range_constexpr(count):
         mine = mine + pick(stays(keys[j], j * threads + thread, threshold, end_id, wanted), 1, 0)
-    until = inclusive_sum(mine, lane)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if lane == WARP - 1:
-        best.sums[warp, 0, turn & 1] = until
-    cute.arch.sync_threads()
-    before = Int32(0)
-    if lane < warp:
-        before = best.sums[lane, 0, turn & 1]
-    place = add(before) + until - mine
+    place, _ = places(mine, best.sums, turn)
     for j in cutlass.range_constexpr(count):
         if stays(keys[j], j * threads + thread, threshold, end_id, wanted):
             best.ids[place] = j * threads + thread
             place = place + 1
-    cute.arch.sync_threads()
 
 
 @cute.jit

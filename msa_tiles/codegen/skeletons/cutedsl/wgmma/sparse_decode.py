@@ -38,7 +38,6 @@ GROUP = 128  # threads of the consumer warpgroup
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of 64 rows
 LIST = 64
-EARLY = 4  # scores of a thread that are read before it is known how many there are
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN.
 LOWEST = -1.0e30
 
@@ -104,7 +103,7 @@ class SparseDecode:
       keys and values [STAGES, block_size, head_dim], in panels of 64 columns
       queries [columns, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says; columns is 8 or 16
       weights [columns, block_size]: P, in panels of 64 keys
-      maxima, sums: of each consumer warp's rows      counts, list: for the choice of the ids      barriers
+      maxima, sums: of each consumer warp's rows      counts, candidates, list: for the choice of the ids      barriers
 
     A warp holds 16 of every 64 rows, that is keys, of S^T: the maxima of a column go through shared memory, the sums
     only at the end. Two barriers a block: maxima written, and P written, which also parts the readers of the maxima
@@ -199,31 +198,35 @@ class SparseDecode:
         # Slots split * topk / splits and on: shares differ by one slot at most.
         first_slot, last_slot = split * topk // splits, (split + 1) * topk // splits
         heads = Int32(score.shape[0]) // num_kv_heads
-        # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.scored_blocks == 0):
+            cute.arch.griddepcontrol_wait()
+        # With scores, the kernel before is the one that writes them and nothing else, and it began when all before it
+        # was there: only the scores are waited for.
         if warp_index == WARPS:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.rows.token_bytes)
             boxes = self.rows.boxes(shared.queries, 1)[None, None, None, None, None, 0, 0]
             self.rows.load(q_atom, mQ, token, head, boxes, shared.q_full)
-        # Ids, or the first scores, are on their way while the request is looked up.
+        # Given ids are on their way while the request is looked up.
         first_ids = Int32(-1)
-        if cutlass.const_expr(self.scored_blocks > 0):
-            row = threshold.Row(score, head * heads, heads, token)
-            read = cute.make_rmem_tensor(self.scored_blocks // THREADS, Float32)
-            read.fill(Float32.nan)
-            threshold.read_scores(row, 0, EARLY, Int32(score.shape[2]), read, THREADS)
-        elif first_slot + cute.arch.lane_idx() < last_slot:
-            first_ids = block_indices[head, token, first_slot + cute.arch.lane_idx()]
+        if cutlass.const_expr(self.scored_blocks == 0):
+            if first_slot + cute.arch.lane_idx() < last_slot:
+                first_ids = block_indices[head, token, first_slot + cute.arch.lane_idx()]
         request, length, limit = self.see(
             cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions, token
         )
         wanted = topk
         if cutlass.const_expr(self.scored_blocks > 0):
+            cute.arch.griddepcontrol_wait()
+        # The kernel behind may come up, and wait in turn.
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.scored_blocks > 0):
+            row = threshold.Row(score, head * heads, heads, token)
             valid = cutlass.min((limit + self.block_size) // self.block_size, Int32(score.shape[2]))
             wanted = cutlass.min(topk, valid)
-            threshold.read_scores(row, EARLY, cute.size(read), valid, read, THREADS)
+            read = cute.make_rmem_tensor(self.scored_blocks // THREADS, Float32)
+            read.fill(Float32.nan)
+            threshold.read_scores(row, valid, read, THREADS)
             keys = threshold.keys_of(read, valid, init_blocks, local_blocks, THREADS)
             threshold.list_best(keys, wanted, valid, shared.best, THREADS)
         share = Share(
@@ -258,7 +261,8 @@ class SparseDecode:
         best = None
         if cutlass.const_expr(self.scored_blocks > 0):
             counts = memory.allocate_tensor(Int32, cute.make_layout((THREADS // WARP, 2, 2)), 16)
-            best = threshold.Best(counts, memory.allocate_tensor(Int32, cute.make_layout(LIST), 16))
+            candidates = memory.allocate_tensor(Int32, cute.make_layout((THREADS, 2)), 16)
+            best = threshold.Best(counts, candidates, memory.allocate_tensor(Int32, cute.make_layout(LIST), 16))
         arrivals = [1, *[1] * (2 * STAGES), *[WARPS] * (2 * STAGES)]
         barriers = memory.allocate_array(Int64, len(arrivals))
         if cute.arch.thread_idx()[0] == 0:
