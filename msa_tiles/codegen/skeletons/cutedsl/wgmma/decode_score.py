@@ -73,7 +73,8 @@ class DecodeScore:
     Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
       queries [64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
 
-    Two CTAs share a multiprocessor. Each of these warps finds the CTA's run by itself, 32 requests at a time.
+    Two CTAs share a multiprocessor. With three stages each instead of two DRAM delivers 2% less. Each of these warps
+    finds the CTA's run by itself, 32 requests at a time.
     """
 
     def __init__(self, head_dim, block_size, pages_per_block):
