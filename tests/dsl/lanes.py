@@ -335,8 +335,6 @@ def _redux(value: Int32, kind: str) -> Int32:
 
 
 def _ptx(text: str, write_only_types: Sequence[type] = (), read_only_args: Sequence[Any] = ()) -> Any:
-    if text.startswith("prefetch"):
-        return None
     if text.startswith("shf.l.wrap.b32 {$w0}, {$r0}, {$r1}, 1;"):
         number, bits = (int(x) % (1 << 32) for x in read_only_args)
         return Int32(bits << 1 | number >> 31)

@@ -1,9 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
 Grid: (KV head, run of consecutive tokens), the last tokens first, since theirs may be the longest rows. A warp takes
-ROWS tokens one after another, fewer where rows are few, and has the next row brought into the L2 meanwhile. How it
-chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at. With several
-index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
+ROWS tokens one after another, fewer where rows are few. How it chooses is told in msa_tiles.dsl.cutedsl.candidates.
+Blocks past a row's valid count are never looked at. With several index heads per KV head, the maximum over the heads
+counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
@@ -18,7 +18,6 @@ from msa_tiles.dsl.cutedsl.warp import WARP
 WARPS = 8  # <- tile.warps
 ROWS = 8  # <- tile.rows
 THREADS = WARPS * WARP
-LINE = 32  # scores of a cache line
 # Warps per SM for each list capacity: a chunk and a share of the list are kept in registers.
 RESIDENT = {8: 32, 16: 32, 32: 24, 64: 16}
 
@@ -122,18 +121,9 @@ class TopkSelect:
         for i in cutlass.range(cutlass.min(rows, total_q - first_token), unroll=1):
             token = first_token + i
             valid = cute.arch.shuffle_sync(counted, i)
-            ahead = cute.arch.shuffle_sync(counted, cutlass.min(i + 1, WARP - 1))
-            if LINE * lane < ahead:
-                self.fetch(score[head * heads, token + 1, None], LINE * lane)
             row = Row(score, head * heads, heads, token, valid, init_blocks, local_blocks)
             kept = choose(row, lists, Int32(0), valid, Int32(out.shape[2]), lane)
             self.write(lists, kept, Int32(out.shape[2]), order, lane, out[head, token, None])
-
-    @cute.jit
-    def fetch(self, row: cute.Tensor, block: Int32):
-        """Bring the cache line of a score into the L2."""
-        address = cute.domain_offset((block,), row).iterator.toint()
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
     @cute.jit
     def write(self, lists: Lists, kept: Int32, topk: Int32, order: Int32, lane: Int32, row: cute.Tensor):
