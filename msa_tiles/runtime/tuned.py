@@ -1,8 +1,9 @@
 """What was measured: milliseconds of each DSL's kernel, per target, operator, precision and call size.
 
 `generated/tuned.json` is written by `msa-tiles tune` on a GPU and committed. Dispatch prefers the kernel that was
-fastest at the measured size nearest to the call's. A figure counts only for the digest that it was taken with; without
-figures the order is that of `DSLS`.
+fastest at the measured size nearest to the call's. A figure of an earlier digest counts too, until `msa-tiles tune`
+runs again: kernels of two DSLs differ by more than one does from its last version. Without figures the order is that of
+`DSLS`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,8 @@ def nearest(figures: Iterable[Figure], op: str, target: str, precision: str, siz
 
 def preference(cell: Cell, figure: Figure | None) -> tuple[float, int]:
     """Sorts cells: measured ones first, the fastest first; the others in the default order."""
-    place = DSLS.index(cell.dsl)
-    if figure is None or not figure.fresh(cell):
-        return float("inf"), place
-    return figure.ms[cell.id], place
+    ms = {} if figure is None else figure.ms
+    return ms.get(cell.id, float("inf")), DSLS.index(cell.dsl)
 
 
 def read(directory: Path) -> tuple[Figure, ...]:

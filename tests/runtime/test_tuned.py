@@ -39,9 +39,14 @@ def test_without_figures_the_order_is_the_documented_one() -> None:
     assert order(None) == list(DSLS)
 
 
-def test_figures_of_another_digest_do_not_count() -> None:
+def test_figures_of_an_earlier_digest_count_until_there_are_new_ones() -> None:
     stale = figure(1, 2.0, 1.0, digests={CELL.id: CELL.digest, OTHER.id: "c" * 16})
-    assert order(stale) == ["tilelang", "cutedsl"]
+    assert order(stale) == ["cutedsl", "tilelang"]
+
+
+def test_a_kernel_that_was_never_timed_comes_last() -> None:
+    alone = figure(1, 2.0, 1.0, ms={OTHER.id: 5.0}, digests={OTHER.id: OTHER.digest})
+    assert order(alone) == ["cutedsl", "tilelang"]
 
 
 def test_the_nearest_size_decides() -> None:
