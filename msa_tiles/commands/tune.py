@@ -14,6 +14,8 @@ from msa_tiles.commands._options import add_filters, filters_of
 
 # Runs in turns, so that no DSL has the cooler card.
 ROUNDS = 3
+# Sets of inputs for a workload: what so many do not push out of the L2 is read from there in use as well.
+MOST_SETS = 32
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -82,7 +84,8 @@ def _figures(
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
 
-    operator = load(paths.specs_dir()).operators[cells[0].op]
+    specs = load(paths.specs_dir())
+    operator = specs.operators[cells[0].op]
     for workload in operator.bench:
         if labels and workload.label not in labels:
             continue
@@ -91,7 +94,7 @@ def _figures(
         calls: dict[str, list[Callable[[], Any]]] = {}
         try:
             # All run on the same inputs: those of the longest workloads fit a GPU once.
-            checks = _input_sets(functools.partial(_check, case, device), device)
+            checks = _input_sets(functools.partial(_check, case, device), _bytes_read(case, specs), device)
             calls = {cell.id: [functools.partial(_run, check, cell.dsl) for check in checks] for cell in cells}
             figure = measure(calls, seconds)
         except torch.OutOfMemoryError:
@@ -112,24 +115,36 @@ def _check(case: Any, device: Any, seed: int) -> Any:
     return CHECKS[case.cell.op](case, Source(device, seed, case.workload.values), False, case.cell.dsl)
 
 
-def _input_sets(make: Callable[[int], Any], device: Any) -> list[Any]:
-    """What `make` makes of as many seeds as it takes for the inputs not to stay in the GPU's L2 from call to call."""
+def _bytes_read(case: Any, specs: Any) -> float:
+    """What a call of a workload moves at least, by the roofline of its spec."""
+    from msa_tiles.spec.work import work_of
+
+    precision = specs.precisions[case.cell.precision]
+    return work_of(case.operator, case.workload, precision, case.point, case.cell.entry["compute"]).bytes
+
+
+def _input_sets(make: Callable[[int], Any], bytes_read: float, device: Any) -> list[Any]:
+    """What `make` makes of as many seeds as it takes for the inputs not to stay in the GPU's L2 from call to call.
+
+    A call reads `bytes_read` of what it is given. At most MOST_SETS, in at most half of the memory that is free.
+    """
     import torch
 
     from msa_tiles.bench.timing import sets_needed
 
     if device.type != "cuda":
         return [make(0)]
-    before = torch.cuda.memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
     first = make(0)
-    held = torch.cuda.memory_allocated(device) - before
-    count = sets_needed(held, torch.cuda.get_device_properties(device).L2_cache_size)
+    left, _ = torch.cuda.mem_get_info(device)
+    wanted = sets_needed(int(bytes_read), torch.cuda.get_device_properties(device).L2_cache_size)
+    count = min(wanted, MOST_SETS, max(1, free // (2 * max(1, free - left))))
     return [first, *(make(seed) for seed in range(1, count))]
 
 
 def _run(check: Any, dsl: str) -> Any:
     check.backend = dsl
-    return check.run(False)
+    return check.call() if hasattr(check, "call") else check.run(False)
 
 
 def measure(calls: Mapping[str, Sequence[Callable[[], Any]]], seconds: float) -> dict[str, float]:

@@ -55,18 +55,19 @@ class SplitSelection:
         self.fill = case.workload.parameters.get("fill", 0)
         self.backend = backend
 
-    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if _dispatch.runs_reference(self.backend, self.ids.device):
-            return self._wanted()
+    def call(self) -> tuple[Tensor, ...]:
         where, device, total_q = Where(**{**_NOWHERE, **self.where}), self.ids.device, self.ids.shape[1]
-        if self.ids.numel() == 0 or where.num_requests == 0:
-            return self._wanted()
         variant = {"block_size": self.block_size, "tile_tokens": self.tile_tokens}
         facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
         at = _dispatch.place(where, total_q, self.total_k, self.block_size, device)
         sizes = {"block_size": self.block_size, "tile_tokens": self.tile_tokens, "fill": self.fill}
-        made = _attention_kernels.split_selection(facts, self.backend, self.ids, at, **sizes)
-        return defined_parts(made)
+        return _attention_kernels.split_selection(facts, self.backend, self.ids, at, **sizes)
+
+    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
+        nothing = self.ids.numel() == 0 or Where(**{**_NOWHERE, **self.where}).num_requests == 0
+        if nothing or _dispatch.runs_reference(self.backend, self.ids.device):
+            return self._wanted()
+        return defined_parts(self.call())
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         for name, got, wanted in zip(_NAMES, outputs, self._wanted(), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msa_tiles import ops, reference
 from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import build_on
+from msa_tiles.ops.schedule import Schedule, build_on
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, training
 from msa_tiles.verify.attention import rounded_error
@@ -68,7 +68,8 @@ def scales_of_index(source: Source, dims: Mapping[str, int], lengths: Lengths, s
 class Check(Protocol):
     """One operator on one set of inputs.
 
-    A check may say ``repeatable = False``: then runs need not be bitwise equal, and each is compared.
+    A check may say ``repeatable = False``: then runs need not be bitwise equal, and each is compared. One whose `run`
+    works on what the operator gives has a method `call`, the operator alone, to be timed.
     """
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
@@ -390,9 +391,11 @@ class BuildSchedule:
         self.block_size = dims["block_size"]
         self.backend = backend
 
+    def call(self) -> Schedule:
+        return build_on(self.backend, self.ids, Where.of(**self.lengths.keywords()), self.block_size)
+
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        made = build_on(self.backend, self.ids, Where.of(**self.lengths.keywords()), self.block_size)
-        return schedules.defined_parts(made)
+        return schedules.defined_parts(self.call())
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         schedules.check(outputs, self.ids, self.block_size, self.lengths)

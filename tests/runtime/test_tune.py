@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from msa_tiles.commands import tune
+from msa_tiles.paths import specs_dir
 from msa_tiles.runtime.registry import default_registry
+from msa_tiles.spec import load
 from msa_tiles.verify import operators
+from msa_tiles.verify.cases import Case
 
 CPU = torch.device("cpu")
 
@@ -58,10 +61,35 @@ def test_what_does_not_fit_is_left_out_with_a_word(
     assert "does not fit this GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("bytes_each", "sets"), [(30, 4), (100, 2), (1000, 1)])
-def test_inputs_do_not_stay_in_the_l2(bytes_each: int, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bytes_read", "held", "sets"),
+    [(30, 1, 4), (100, 1, 2), (1000, 1, 1), (0, 1, 32), (30, 0, 4), (30, 250, 2), (30, 900, 1), (30, -5, 4)],
+)
+def test_inputs_do_not_stay_in_the_l2_as_far_as_memory_goes(
+    bytes_read: int, held: int, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 + bytes_each * len(seeds))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - held * len(seeds), 2000))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50))
-    assert tune._input_sets(lambda seed: seeds.append(seed) or seed, torch.device("cuda")) == list(range(sets))
-    assert seeds == list(range(sets))
+    found = tune._input_sets(lambda seed: seeds.append(seed) or seed, bytes_read, torch.device("cuda"))
+    assert found == seeds == list(range(sets))
+
+
+def test_what_a_call_reads_is_what_its_roofline_says() -> None:
+    specs = load(specs_dir())
+    [cell, _] = default_registry().select(op="sparse_decode", target="sm90")
+    operator = specs.operators["sparse_decode"]
+    [workload] = [workload for workload in operator.bench if workload.label == "decode_128k_b1"]
+    case = Case(cell, operator, workload, operator.m3, 0.0)
+    # Sixteen blocks of 128 keys and values for each of four KV heads, not the 128K keys that are there.
+    assert 4 * 16 * 128 * 2 * 256 <= tune._bytes_read(case, specs) < 4 * 17 * 128 * 2 * 256
+
+
+@pytest.mark.parametrize("op", ["build_schedule", "split_selection"])
+def test_the_operator_is_timed_without_what_its_check_makes_of_the_answer(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = object.__new__(operators.CHECKS[op])
+    monkeypatch.setattr(type(check), "call", lambda self: f"{self.backend}'s answer")
+    assert tune._run(check, "cutedsl") == "cutedsl's answer"
+    assert tune._run(Recorder(None, None, False, ""), "tilelang") == "tilelang"
