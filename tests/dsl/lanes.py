@@ -3,8 +3,9 @@
 `load(file)` reads a kernel or a helper as plain Python, and `launch` runs a function in every thread of a grid. Threads
 take turns: one runs until it meets others in a shuffle, a vote or a barrier. All threads that meet must ask for the
 same thing, shared memory and registers hold nothing until they are written, and every index is checked, so divergence,
-uninitialised reads and accesses out of bounds fail. Tensor cores, TMA and mbarriers are not here, and nothing runs at
-the same time: what a missing barrier does is not seen.
+uninitialised reads and accesses out of bounds fail. So do accesses to shared memory by two threads, one of which writes
+something else, without a barrier of theirs in between; shuffles and votes order nothing. Tensor cores, TMA and
+mbarriers are not here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor as TorchTensor
 
@@ -91,6 +92,45 @@ Float32.nan = Float32(math.nan)  # type: ignore[attr-defined]
 
 class Memory(list):
     """Elements in a row; None where nothing was written."""
+
+
+class _Access(NamedTuple):
+    """Who, and behind how many barriers of the CTA and of its warp."""
+
+    thread: int
+    barriers: int
+    warp_barriers: int
+
+    def before(self, later: _Access) -> bool:
+        """Is this access over when the other one begins, however threads are scheduled?"""
+        if self.thread == later.thread or self.barriers < later.barriers:
+            return True
+        return self.thread // WARP == later.thread // WARP and self.warp_barriers < later.warp_barriers
+
+
+class SharedMemory(Memory):
+    """Memory that knows who was where last."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__(values)
+        self.written: dict[int, _Access] = {}
+        self.read: dict[int, dict[int, _Access]] = collections.defaultdict(dict)
+
+    def __getitem__(self, place: Any) -> Any:
+        now = _access()
+        if not self.written.get(place, now).before(now):
+            raise RuntimeError(f"a read of what {self.written[place]} writes meanwhile, by {now}")
+        self.read[place][now.thread] = now
+        return super().__getitem__(place)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        now = _access()
+        if super().__getitem__(place) != value:
+            others = [self.written.get(place, now), *self.read.pop(place, {}).values()]
+            if not all(other.before(now) for other in others):
+                raise RuntimeError(f"a write of what {others} read or write meanwhile, by {now}")
+        self.written[place] = now
+        super().__setitem__(place, value)
 
 
 class Pointer:
@@ -222,7 +262,16 @@ class _Thread:
         self.cta, self.index, self.lane = cta, index, index % WARP
         self.turn = threading.Semaphore(0)
         self.met = {False: 0, True: 0}
+        self.passed = {False: 0, True: 0}
         self.allocations = 0
+
+    def access(self) -> _Access:
+        return _Access(self.index, self.passed[True], self.passed[False])
+
+    def barrier(self, whole: bool) -> None:
+        """Wait for all threads of the warp (or CTA), and see what they wrote."""
+        self.meet("barrier" if whole else "warp barrier", whole=whole)
+        self.passed[whole] += 1
 
     def meet(self, name: str, value: Any = None, whole: bool = False) -> list[Any]:
         """The values of all threads of the warp (or CTA), once each has come here."""
@@ -322,6 +371,10 @@ def thread() -> int:
     return int(_HERE.thread.index)
 
 
+def _access() -> _Access:
+    return _HERE.thread.access()
+
+
 def _lane_values(name: str, value: Any, lane_of: Callable[[int], int]) -> Any:
     thread = _HERE.thread
     values = thread.meet(name, value)
@@ -356,10 +409,14 @@ def _range(*bounds: Any, unroll: int = 0) -> Iterator[Int32]:
 class Allocator:
     """Hands out the CTA's shared memory, the same to every thread."""
 
+    unwritten: Any = None  # what it holds at first
+
     def allocate_tensor(self, _element: Any, layout: Any, _alignment: int = 16) -> Tensor:
         thread = _HERE.thread
         if thread.allocations == len(thread.cta.shared):
-            thread.cta.shared.append(empty(layout))
+            shape, stride = _compact(layout)
+            memory = SharedMemory([self.unwritten] * math.prod(shape))
+            thread.cta.shared.append(Tensor(memory, 0, shape, stride))
         thread.allocations += 1
         return thread.cta.shared[thread.allocations - 1]
 
@@ -392,8 +449,8 @@ def _stand_in() -> types.ModuleType:
         "vote_ballot_sync": _ballot,
         "vote_any_sync": lambda condition: any(here.thread.meet("vote", condition)),
         "warp_redux_sync": _redux,
-        "sync_warp": lambda: here.thread.meet("warp barrier"),
-        "sync_threads": lambda: here.thread.meet("barrier", whole=True),
+        "sync_warp": lambda: here.thread.barrier(False),
+        "sync_threads": lambda: here.thread.barrier(True),
         "popc": lambda bits: (int(bits) % (1 << 32)).bit_count(),
         "fmax": _fmax,
         "inline_ptx": _ptx,
@@ -447,6 +504,7 @@ def _stand_in() -> types.ModuleType:
 
 
 _CUTLASS = _stand_in()
+ARCH = _CUTLASS.cute.arch
 _LOADED: dict[str, types.ModuleType] = {}
 
 

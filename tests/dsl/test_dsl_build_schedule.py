@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lanes
 import pytest
@@ -27,11 +26,7 @@ CHUNK = 16
 class Garbage(lanes.Allocator):
     """Shared memory that holds anything: counters past a window's last block are read, and left out afterwards."""
 
-    def allocate_tensor(self, element: Any, layout: Any, alignment: int = 16) -> lanes.Tensor:
-        tensor = super().allocate_tensor(element, layout, alignment)
-        for place, value in enumerate(tensor.memory):
-            tensor.memory[place] = Int32(12345) if value is None else value
-        return tensor
+    unwritten = Int32(12345)
 
 
 @dataclass
@@ -222,6 +217,16 @@ FAULTS = {
     "pieces are not multiples": (" + PIECE - 1) // PIECE * PIECE", ")"),
     "a block is as long as any": ("rows = cutlass.min(length - row, self.block_size)", "rows = self.block_size"),
     "rows count from the request": ("lengths.cu_seqlens_k[request] + row", "row"),
+    "counting begins before all counters are 0": (
+        "cute.arch.sync_threads()\n            self.walk(False", "self.walk(False"
+    ),
+    "counters are added up before all have counted": (
+        "cute.arch.sync_threads()\n            totals", "totals"
+    ),
+    "edges are written before all places are there": (
+        "cute.arch.sync_threads()\n                self.walk(True", "self.walk(True"
+    ),
+    "queries of a run do not take turns": ("                        cute.arch.sync_warp()\n", ""),
 }  # fmt: skip
 
 

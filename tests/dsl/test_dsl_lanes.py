@@ -244,3 +244,47 @@ def test_faults_do_not_pass() -> None:
     ):
         with pytest.raises((RuntimeError, IndexError), match=match):
             lanes.launch(faulty, (), (1,), 32)
+
+
+BARRIERS = {
+    "none": lambda: None,
+    "a vote": lambda: lanes.ARCH.vote_any_sync(True),
+    "of the warp": lanes.ARCH.sync_warp,
+    "of all": lanes.ARCH.sync_threads,
+}
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+@pytest.mark.parametrize(("distance", "orders"), [(1, {"of the warp", "of all"}), (32, {"of all"})])
+@pytest.mark.parametrize("access", ["read after write", "write after read", "write after write"])
+def test_what_no_barrier_orders_is_an_error(barrier: str, distance: int, orders: set[str], access: str) -> None:
+    """Every thread touches its own element first, then that of another thread."""
+
+    def touch() -> None:
+        values = lanes.Allocator().allocate_tensor(Int32, 64)
+        own = lanes.thread()
+        other = (own ^ distance) % 64
+        values[own] = Int32(own)
+        lanes.ARCH.sync_threads()
+        if access == "write after read":
+            _ = values[own]
+        else:
+            values[own] = Int32(own + 100)
+        BARRIERS[barrier]()
+        if access == "read after write":
+            _ = values[other]
+        else:
+            values[other] = Int32(7 + own)
+
+    if barrier in orders:
+        lanes.launch(touch, (), (1,), 64)
+    else:
+        with pytest.raises(RuntimeError, match="meanwhile"):
+            lanes.launch(touch, (), (1,), 64)
+
+
+def test_threads_may_write_the_same_at_the_same_time() -> None:
+    def touch() -> None:
+        lanes.Allocator().allocate_tensor(Int32, 1)[0] = Int32(5)
+
+    lanes.launch(touch, (), (1,), 64)

@@ -203,6 +203,9 @@ FAULTS = {
     "owners are sought before all rows are there": (
         "block_indices, head)\n            cute.arch.sync_warp()", "block_indices, head)"
     ),
+    "owners of others are read before all are flagged": (
+        "cute.arch.sync_warp()\n            self.write_rest", "self.write_rest"
+    ),
     "too many warps work": ("if tile_index < shared.shape[1]:", "if tile_index < shared.shape[1] + 1:"),
 }  # fmt: skip
 
