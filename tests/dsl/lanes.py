@@ -17,10 +17,11 @@ import operator
 import struct
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor as TorchTensor
 
 from msa_tiles.sources import PACKAGE
@@ -213,6 +214,31 @@ def tensor_of(values: TorchTensor) -> Tensor:
     kind = Float32 if values.is_floating_point() else Int32
     plain = values.contiguous()
     return Tensor(Memory(kind(x) for x in plain.flatten().tolist()), 0, tuple(plain.shape), plain.stride())
+
+
+def laid_out(values: TorchTensor, order: Sequence[int]) -> Tensor:
+    """A copy of a tensor for device code, its dimensions in memory in this order, from the slowest to the fastest."""
+    laid = tensor_of(values.permute(*order))
+    return Tensor(laid.memory, 0, tuple(values.shape), tuple(laid.stride[order.index(d)] for d in range(values.dim())))
+
+
+def lengths_of(module: types.ModuleType, where: Mapping[str, TorchTensor]) -> Any:
+    """The kernel's `Lengths`: tensors that a call has, stand-ins and flags for those that it lacks."""
+    nothing = torch.empty(0, dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_positions")
+    return module.Lengths(
+        *(tensor_of(where.get(name, nothing)) for name in names), *(Int32(name in where) for name in names[2:])
+    )
+
+
+def plant(fault: tuple[str, str], file: Path, folder: Path) -> Path:
+    """A copy of a kernel's file with one text in the place of another, which must be there."""
+    right, wrong = fault
+    text = file.read_text(encoding="utf-8")
+    assert right in text
+    planted = folder / file.name
+    planted.write_text(text.replace(right, wrong), encoding="utf-8")
+    return planted
 
 
 def _compact(shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

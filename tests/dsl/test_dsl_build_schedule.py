@@ -76,15 +76,8 @@ def schedule(call: Call, file: Path) -> tuple[Tensor, Tensor, Tensor]:
     module = lanes.load(file)
     module.__dict__["SmemAllocator"] = Garbage
     heads, total_q, topk = call.ids.shape
-    laid = lanes.tensor_of(call.ids.permute(call.strides))
-    stride = [laid.stride[call.strides.index(dim)] for dim in range(3)]
-    ids = lanes.Tensor(laid.memory, 0, tuple(call.ids.shape), tuple(stride))
-    nothing = torch.empty(0, dtype=torch.int32)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_positions")
-    lengths = module.Lengths(
-        *(lanes.tensor_of(call.where.get(name, nothing)) for name in names),
-        *(Int32(name in call.where) for name in names[2:]),
-    )
+    ids = lanes.laid_out(call.ids, call.strides)
+    lengths = lanes.lengths_of(module, call.where)
     windows, most = -(-total_q // call.window), call.window * topk
     tasks = min(most, call.blocks) + most // CHUNK
     shapes = ((windows, heads, most), (windows, heads, tasks, 4), (windows, heads))
@@ -232,11 +225,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str, smaller: Path, tmp_path: Path) -> None:
-    right, wrong = FAULTS[fault]
-    text = smaller.read_text(encoding="utf-8")
-    assert right in text
-    file = tmp_path / KERNEL.name
-    file.write_text(text.replace(right, wrong), encoding="utf-8")
-    with pytest.raises((AssertionError, IndexError, RuntimeError, NameError)):
+    file = lanes.plant(FAULTS[fault], smaller, tmp_path)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
         for call in CALLS.values():
             check(call, file)

@@ -89,15 +89,8 @@ def split(call: Call, file: Path) -> tuple[Tensor, ...]:
     module = lanes.load(file)
     heads, total_q, topk = call.ids.shape
     tiles = -(-total_q // call.tile_tokens)
-    laid = lanes.tensor_of(call.ids.permute(call.strides))
-    stride = [laid.stride[call.strides.index(dim)] for dim in range(3)]
-    ids = lanes.Tensor(laid.memory, 0, tuple(call.ids.shape), tuple(stride))
-    nothing = torch.empty(0, dtype=torch.int32)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_positions")
-    lengths = module.Lengths(
-        *(lanes.tensor_of(call.where.get(name, nothing)) for name in names),
-        *(Int32(name in call.where) for name in names[2:]),
-    )
+    ids = lanes.laid_out(call.ids, call.strides)
+    lengths = lanes.lengths_of(module, call.where)
     shapes = (call.ids.shape, (heads, total_q), (heads, tiles, max(4 * topk // 3, 1), 2), (heads, tiles), (total_q,))
     outputs = [lanes.tensor_of(torch.full(shape, POISON, dtype=torch.int32)) for shape in shapes]
     kernel = module.SplitSelection(call.block_size, call.tile_tokens)
@@ -212,11 +205,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
-    right, wrong = FAULTS[fault]
-    text = KERNEL.read_text(encoding="utf-8")
-    assert right in text
-    file = tmp_path / KERNEL.name
-    file.write_text(text.replace(right, wrong), encoding="utf-8")
+    file = lanes.plant(FAULTS[fault], KERNEL, tmp_path)
     with pytest.raises((Disagreement, IndexError, RuntimeError)):
         for call in CALLS.values():
             check(call, file)
