@@ -64,10 +64,11 @@ class Combine:
     def __call__(
         self, partial_out: cute.Tensor, partial_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, stream
     ):  # fmt: skip
-        """Launch. Rows of partial_out and out begin at multiples of 16 bytes."""
+        """Launch, as early as the kernel before allows. Rows of partial_out and out begin at multiples of 16 bytes."""
         self.kernel(partial_out, partial_lse, out, lse).launch(
             grid=(out.shape[0], cute.ceil_div(out.shape[1], ROWS), 1),
             block=(ROWS * self.lanes, 1, 1),
+            use_pdl=True,
             stream=stream,
         )
 
@@ -76,6 +77,9 @@ class Combine:
         thread, _, _ = cute.arch.thread_idx()
         token, head_group, _ = cute.arch.block_idx()
         head = head_group * ROWS + thread // self.lanes
+        # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if head < out.shape[1]:
             self.merge_row(partial_out, partial_lse, out, lse, token, head, thread % self.lanes)
 

@@ -12,10 +12,12 @@ copies collapse into one edge.)
 
 Passes over the ids, for every range of BLOCKS block numbers that the window can touch (one range up to
 BLOCKS * block_size keys): count per warp and block; prefix over the warps and over the blocks, which gives each block
-its run of edges and its tasks; then the same walk again writes the edges. A CTA counts the ranges below its own too,
-whose sums say where its edges and tasks begin.
+its run of edges and its tasks; then the same walk again writes the edges. A barrier parts each pass from the next; a
+warp sets only its own counters to zero, which nobody else looks at after the prefix. A CTA counts the ranges below its
+own too, whose sums say where its edges and tasks begin.
 
-Shared memory: one counter per warp and block (WARPS x BLOCKS int32), totals, cut flags, and two scan rows.
+Shared memory: one counter per warp and block (WARPS x BLOCKS int32), cut flags, two sums of every warp. A thread owns
+PER_THREAD neighbouring blocks between the walks, and reads and writes their counters together.
 
 Edges and tasks are laid out as the sparse_attention kernel documents them. A block with more than CHUNK edges becomes
 several tasks of nearly equal size, so that no CTA works long after the others.
@@ -23,6 +25,7 @@ several tasks of nearly equal size, so that no CTA works long after the others.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.scan import inclusive_sums
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most, last_visible
 
 WARPS = 16  # <- tile.warps
@@ -61,6 +64,13 @@ def build_schedule(block_size: int):
                 ids[ahead] = block_indices[head, first + ahead * apart, slot]
 
     @T.macro
+    def stand(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, standing):
+        """Where a request's queries end, how many keys it has, and the global number of its first block."""
+        standing[0] = cu_seqlens_q[request[0] + 1]
+        standing[1] = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
+        standing[2] = cu_seqlens_k[request[0]] // block_size + request[0]
+
+    @T.macro
     def walk(
         write, low, high, lane, warp, window_index, head, first_query, last_query, window, requests,
         block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
@@ -68,44 +78,58 @@ def build_schedule(block_size: int):
     ):  # fmt: skip
         """Visit this warp's edges whose block number is in [low, high); count them, or write them when `write`."""
         request = T.alloc_local([1], "int32")
-        group_request = T.alloc_var("int32")
+        # Of the request: [end of its queries, its keys, the global number of its first block].
+        standing = T.alloc_local([3], "int32")
+        before = T.alloc_local([4], "int32")
         place = T.alloc_var("int32")
+        query = T.alloc_var("int32")
         visible = T.alloc_var("int32")
         column = T.alloc_var("int32")
         ids = T.alloc_local([PREFETCH], "int32")
         coming = T.alloc_local([PREFETCH], "int32")
         # Queries a step; which of them is the lane's, and its slot there.
+        abreast = T.alloc_var("int32")
+        beside = T.alloc_var("int32")
+        first_slot = T.alloc_var("int32")
+        first = T.alloc_var("int32")
+        next_first = T.alloc_var("int32")
+        next_slot = T.alloc_var("int32")
         abreast = T.if_then_else(topk <= 16, 2, 1)
         beside = T.if_then_else(topk <= 16, lane // 16, 0)
         first_slot = lane - beside * 16
         request[0] = 0
+        for i in T.unroll(3):
+            standing[i] = 0
         if first_query < last_query:
             last_at_most(cu_seqlens_q, requests, first_query, request)
-        group_request = request[0]
+            stand(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, standing)
         fetch(block_indices, head, first_query + beside, abreast, last_query, first_slot, topk, coming)
         for group in T.serial(T.ceildiv(last_query - first_query, PREFETCH * abreast)):
+            first = first_query + group * PREFETCH * abreast + beside
+            before[0] = request[0]
+            for i in T.unroll(3):
+                before[1 + i] = standing[i]
             for step in T.serial(T.ceildiv(topk, 32)):
                 # Every step walks the group's queries again, from the request of the first one.
-                if step > 0:
-                    request[0] = group_request
-                group_request = request[0]
-                first = first_query + group * PREFETCH * abreast + beside
-                slot = step * 32 + first_slot
+                request[0] = before[0]
+                for i in T.unroll(3):
+                    standing[i] = before[1 + i]
                 for ahead in T.unroll(PREFETCH):
                     ids[ahead] = coming[ahead]
                 # The next ids come while these are placed.
-                done = T.if_then_else((step + 1) * 32 >= topk, 1, 0)
-                fetch(
-                    block_indices, head, first + done * PREFETCH * abreast, abreast, last_query,
-                    T.if_then_else(done > 0, first_slot, slot + 32), topk, coming,
-                )  # fmt: skip
+                next_first = first
+                next_slot = (step + 1) * 32 + first_slot
+                if (step + 1) * 32 >= topk:
+                    next_first = first + PREFETCH * abreast
+                    next_slot = first_slot
+                fetch(block_indices, head, next_first, abreast, last_query, next_slot, topk, coming)
                 for ahead in T.unroll(PREFETCH):
                     query = T.min(first + ahead * abreast, last_query - 1)
-                    while query >= cu_seqlens_q[request[0] + 1]:
+                    while query >= standing[0]:
                         request[0] = request[0] + 1
-                    length = key_length(cu_seqlens_k, seqused_k, use_seqused, request[0])
+                        stand(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, standing)
                     limit = last_visible(
-                        q_positions, use_positions, query, query, length - cu_seqlens_q[request[0] + 1] + query, length
+                        q_positions, use_positions, query, query, standing[1] - standing[0] + query, standing[1]
                     )
                     block = ids[ahead]
                     visible = 0
@@ -113,14 +137,14 @@ def build_schedule(block_size: int):
                     # Compare before multiplying: a wild id must not overflow into a visible one.
                     if block >= 0 and limit >= 0 and block <= limit // block_size:
                         visible = T.min(limit - block * block_size, block_size - 1)
-                        column = block + cu_seqlens_k[request[0]] // block_size + request[0] - low
+                        column = block + standing[2] - low
                     for turn in T.unroll(2):
                         if beside == turn and column >= 0 and column < high - low:
                             place = counter[warp, column]
                             counter[warp, column] = place + 1
                             if write:
                                 edges[window_index, head, place] = (
-                                    ((query - window_index * window) << 13) | (slot << 7) | visible
+                                    ((query - window_index * window) << 13) | ((step * 32 + first_slot) << 7) | visible
                                 )
                             elif visible < block_size - 1:
                                 cut[column] = 1
@@ -145,9 +169,15 @@ def build_schedule(block_size: int):
         with T.Kernel(num_windows, num_kv_heads, parts, threads=THREADS) as (window_index, head, part):
             counter = T.alloc_shared([WARPS, BLOCKS], "int32", scope="shared.dyn")
             cut = T.alloc_shared([BLOCKS], "int32", scope="shared.dyn")
-            edge_scan = T.alloc_shared([THREADS], "int32", scope="shared.dyn")
-            task_scan = T.alloc_shared([THREADS], "int32", scope="shared.dyn")
+            warp_sums = T.alloc_shared([2, WARPS], "int32", scope="shared.dyn")
+            # Of a thread's blocks: edges, the counters of one warp, and where its next edge goes.
             totals = T.alloc_local([PER_THREAD], "int32")
+            part_counts = T.alloc_local([PER_THREAD], "int32")
+            at = T.alloc_local([PER_THREAD], "int32")
+            zeros = T.alloc_local([PER_THREAD], "int32")
+            # Edges and tasks of the blocks up to and with this thread's, and of all.
+            until = T.alloc_local([2], "int32")
+            everything = T.alloc_local([2], "int32")
             request = T.alloc_local([1], "int32")
             low = T.alloc_var("int32")
             mine = T.alloc_var("int32")
@@ -160,12 +190,10 @@ def build_schedule(block_size: int):
             task_at = T.alloc_var("int32")
             edge_sum = T.alloc_var("int32")
             task_sum = T.alloc_var("int32")
-            stride = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            here = T.alloc_var("int32")
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
+            own = tx * PER_THREAD
             requests = num_requests_1 - 1
             window_first = window_index * window
             # Queries past the last request belong to nobody.
@@ -190,13 +218,14 @@ def build_schedule(block_size: int):
             ranges = T.ceildiv(high - low, BLOCKS)
             mine = part
             number = 0
+            for i in T.unroll(PER_THREAD):
+                zeros[i] = 0
             while mine < ranges:
                 upper = T.min(low + BLOCKS, high)
-                for i in T.serial(T.ceildiv(upper - low, 32)):
-                    if i * 32 + lane < upper - low:
-                        counter[warp, i * 32 + lane] = 0
-                for i in T.serial(PER_THREAD):
-                    cut[i * THREADS + tx] = 0
+                for i in T.serial(T.ceildiv(upper - low, 32 * PER_THREAD)):
+                    column = (i * 32 + lane) * PER_THREAD
+                    counter[warp, column : column + PER_THREAD] = zeros[0:PER_THREAD]
+                cut[own : own + PER_THREAD] = zeros[0:PER_THREAD]
                 T.sync_threads()
                 walk(
                     False, low, upper, lane, warp, window_index, head, first_query, last_query, window, requests,
@@ -204,59 +233,50 @@ def build_schedule(block_size: int):
                     counter, cut, edges,
                 )  # fmt: skip
                 T.sync_threads()
-                # Each thread owns PER_THREAD neighbouring blocks.
+                for i in T.unroll(PER_THREAD):
+                    totals[i] = 0
+                if own < upper - low:
+                    for other in T.unroll(WARPS):
+                        part_counts[0:PER_THREAD] = counter[other, own : own + PER_THREAD]
+                        for i in T.unroll(PER_THREAD):
+                            totals[i] = totals[i] + part_counts[i]
                 edge_sum = 0
                 task_sum = 0
                 for i in T.unroll(PER_THREAD):
-                    totals[i] = 0
-                    if tx * PER_THREAD + i < upper - low:
-                        for other in T.serial(WARPS):
-                            totals[i] = totals[i] + counter[other, tx * PER_THREAD + i]
                     edge_sum = edge_sum + totals[i]
                     task_sum = task_sum + T.ceildiv(totals[i], CHUNK)
-                edge_scan[tx] = edge_sum
-                task_scan[tx] = task_sum
-                T.sync_threads()
-                stride = 1
-                while stride < THREADS:
-                    edge_at = 0
-                    task_at = 0
-                    if tx >= stride:
-                        edge_at = edge_scan[tx - stride]
-                        task_at = task_scan[tx - stride]
-                    T.sync_threads()
-                    edge_scan[tx] = edge_scan[tx] + edge_at
-                    task_scan[tx] = task_scan[tx] + task_at
-                    T.sync_threads()
-                    stride = stride * 2
+                until[0] = edge_sum
+                until[1] = task_sum
+                inclusive_sums(until, 2, warp_sums, warp, lane, everything)
                 if number == mine:
-                    edge_at = edge_base + edge_scan[tx] - edge_sum
-                    task_at = task_base + task_scan[tx] - task_sum
-                    for i in T.serial(PER_THREAD):
-                        column = tx * PER_THREAD + i
-                        if column < upper - low:
-                            first = edge_at
-                            for other in T.serial(WARPS):
-                                here = counter[other, column]
-                                counter[other, column] = edge_at
-                                edge_at = edge_at + here
-                            total = edge_at - first
-                            if total > 0:
-                                last_tile_at_most(cu_seqlens_k, requests, block_size, low + column, request)
-                                block = low + column - cu_seqlens_k[request[0]] // block_size - request[0]
+                    edge_at = edge_base + until[0] - edge_sum
+                    task_at = task_base + until[1] - task_sum
+                    for i in T.unroll(PER_THREAD):
+                        at[i] = edge_at
+                        edge_at = edge_at + totals[i]
+                    if own < upper - low:
+                        for other in T.unroll(WARPS):
+                            part_counts[0:PER_THREAD] = counter[other, own : own + PER_THREAD]
+                            counter[other, own : own + PER_THREAD] = at[0:PER_THREAD]
+                            for i in T.unroll(PER_THREAD):
+                                at[i] = at[i] + part_counts[i]
+                        for i in T.unroll(PER_THREAD):
+                            if totals[i] > 0:
+                                last_tile_at_most(cu_seqlens_k, requests, block_size, low + own + i, request)
+                                block = low + own + i - cu_seqlens_k[request[0]] // block_size - request[0]
                                 valid = T.min(
                                     key_length(cu_seqlens_k, seqused_k, use_seqused, request[0]) - block * block_size,
                                     block_size,
                                 )
-                                pieces = T.ceildiv(total, CHUNK)
-                                piece = T.ceildiv(T.ceildiv(total, pieces), 8) * 8
+                                pieces = T.ceildiv(totals[i], CHUNK)
+                                piece = T.ceildiv(T.ceildiv(totals[i], pieces), 8) * 8
                                 for p in T.serial(pieces):
                                     tasks[window_index, head, task_at, 0] = (
                                         cu_seqlens_k[request[0]] + block * block_size
                                     )
-                                    tasks[window_index, head, task_at, 1] = first + p * piece
-                                    tasks[window_index, head, task_at, 2] = T.min(piece, total - p * piece)
-                                    tasks[window_index, head, task_at, 3] = valid * 2 + cut[column]
+                                    tasks[window_index, head, task_at, 1] = at[i] - totals[i] + p * piece
+                                    tasks[window_index, head, task_at, 2] = T.min(piece, totals[i] - p * piece)
+                                    tasks[window_index, head, task_at, 3] = valid * 2 + cut[own + i]
                                     task_at = task_at + 1
                     T.sync_threads()
                     walk(
@@ -264,10 +284,9 @@ def build_schedule(block_size: int):
                         block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions,
                         counter, cut, edges,
                     )  # fmt: skip
-                    T.sync_threads()
                     mine = mine + parts
-                edge_base = edge_base + edge_scan[THREADS - 1]
-                task_base = task_base + task_scan[THREADS - 1]
+                edge_base = edge_base + everything[0]
+                task_base = task_base + everything[1]
                 low = low + BLOCKS
                 number = number + 1
             # The CTA of the last range has counted all.
