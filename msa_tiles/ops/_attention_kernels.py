@@ -6,6 +6,8 @@ their LSE [window, topk, Hq]; the next window overwrites them.
 
 Hybrid attention takes the blocks that neighbouring queries share out of the schedule (split_selection); in the place of
 combine, shared_attention attends to them and merges the rest with them. The rest of a query stands in its first slots.
+Where that pays, it takes some KV heads at a time, so that the workspace holds longer windows: a window reads each of
+its blocks once for all its queries.
 """
 
 from __future__ import annotations
@@ -44,6 +46,13 @@ FILL = 0
 TILE_ROWS = 64
 LEAST_ROWS = 8
 CTAS_PER_SM = 2
+
+# Hybrid attention may take longer windows than MOST_QUERIES: 32 rounds of one head's tiles on an H100, whose queries
+# still stay in L2.
+LONGEST_WINDOW = 8448
+# What `choose_rounds` weighs, in microseconds on an H100: the ends and launches of a window's two kernels, reading a
+# megabyte of keys and values, and the schedule's walk over a query.
+ROUND_COST, MEGABYTE_COST, WALK_COST = 15.0, 0.35, 0.027
 
 LARGEST_GROUP = 16
 LARGEST_HEAD_DIM = 128
@@ -190,11 +199,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Hybrid(Launch):
-    """Blocks that neighbouring queries share on the query side, in the place of the merge; no schedule is given."""
+    """Blocks that neighbouring queries share on the query side, in the place of the merge; no schedule is given.
+
+    ``heads`` is how many KV heads run at a time; one after the other, they take turns with the workspace.
+    """
 
     splitter: Any
     tile_tokens: int
     fill: int
+    heads: int
 
     def __call__(
         self,
@@ -210,18 +223,36 @@ class Hybrid(Launch):
     ) -> None:
         assert schedule is None
         at = _dispatch.place(where, q.shape[0], k.shape[0], self.block_size, q.device)
-        rest, rest_counts, shared, shared_counts, last_rows = _split(
-            self.splitter, block_indices, at, self.tile_tokens, self.fill
-        )
-        edges, tasks, counts = self.schedule(rest, at)
-        partial_out, partial_lse = _dispatch.partials(workspace, q, self.window, block_indices.shape[2])
-        windows = edges.shape[0]
-        claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
-        own = (edges, tasks, counts, claims, partial_out, partial_lse)
-        merged = (shared, shared_counts, rest_counts, last_rows, partial_out, partial_lse, out, lse)
-        for index in range(windows):
-            self.attender(q, k, v, at.page_table, *own, self.scale_log2, index, self.num_sms)
-            self.merger(q, k, v, at.page_table, *merged, self.scale_log2, index, CTAS_PER_SM * self.num_sms)
+        *shared, last_rows = _split(self.splitter, block_indices, at, self.tile_tokens, self.fill)
+        parts = self.schedule(shared.pop(0), at)
+        windows, num_kv_heads = parts[0].shape[:2]
+        rounds = num_kv_heads // self.heads
+        claims = torch.zeros(windows * rounds, dtype=torch.int32, device=q.device)
+        # The rounds of a window stand beside each other, like windows of fewer heads.
+        own = [*(part.view(windows * rounds, self.heads, *part.shape[2:]) for part in parts), claims]
+        group = q.shape[1] // num_kv_heads
+        results = _dispatch.partials(workspace, q[:, : self.heads * group], self.window, block_indices.shape[2])
+        for number in range(rounds):
+            q_, out_, lse_ = _heads_of((q, out, lse), number, self.heads * group, rounds)
+            k_, v_ = _heads_of((k, v), number, self.heads, rounds)
+            rest_counts, *blocks = shared if rounds == 1 else _rows_of(shared, number * self.heads, self.heads)
+            merged = (*blocks, rest_counts, last_rows, *results, out_, lse_)
+            for index in range(windows):
+                schedule_, queries, place = own, q_, index
+                if rounds > 1:
+                    schedule_, queries, place = _rows_of(own, index * rounds + number, 1), q_[index * self.window :], 0
+                table = at.page_table
+                self.attender(queries, k_, v_, table, *schedule_, *results, self.scale_log2, place, self.num_sms)
+                self.merger(q_, k_, v_, table, *merged, self.scale_log2, index, CTAS_PER_SM * self.num_sms)
+
+
+def _heads_of(tensors: tuple[Tensor, ...], number: int, heads: int, rounds: int) -> tuple[Tensor, ...]:
+    """A round's heads, in dimension 1."""
+    return tensors if rounds == 1 else tuple(x[:, number * heads : (number + 1) * heads] for x in tensors)
+
+
+def _rows_of(tensors: list[Tensor], first: int, count: int) -> list[Tensor]:
+    return [x[first : first + count] for x in tensors]
 
 
 def prepare(
@@ -251,9 +282,12 @@ def prepare(
     shares = HYBRID and not given and most >= tile_tokens and _dispatch.aligned(out)
     if shares and _serves(facts, backend, "shared_attention"):
         merger = _find(facts, backend, "shared_attention", facts.variant)
-        window = even_window(total_q, most, tile_tokens, num_kv_heads, CTAS_PER_SM * num_sms)
+        block_bytes = 4 * block_size * head_dim
+        heads, window = choose_rounds(
+            total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes, tile_tokens, num_sms
+        )
         splitter = _find_splitter(facts, backend, block_size, tile_tokens)
-        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL)
+        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads)
     least = 1 if schedule_window is None else schedule_window
     if most < least:
         wanted = least * bytes_per_query(topk, num_q_heads, head_dim)
@@ -301,12 +335,46 @@ def _split(kernel: Any, block_indices: Tensor, where: Place, tile_tokens: int, f
     return outputs
 
 
+def choose_rounds(
+    total_q: int,
+    most: int,
+    topk: int,
+    num_kv_heads: int,
+    longest_k: int,
+    block_size: int,
+    block_bytes: int,
+    tile_tokens: int,
+    num_sms: int,
+) -> tuple[int, int]:
+    """KV heads at a time, a divisor of their number, and queries per window, where ``most`` queries with all heads fit
+    the workspace. ``block_bytes`` is what keys and values of one block take, ``longest_k`` how many a query may see.
+    """
+    blocks = -(-longest_k // block_size)
+    best = (math.inf, 0, 0)
+    for rounds in (rounds for rounds in range(1, num_kv_heads + 1) if num_kv_heads % rounds == 0):
+        heads = num_kv_heads // rounds
+        for longest in (MOST_QUERIES, LONGEST_WINDOW):
+            window = even_window(total_q, min(most * rounds, longest), tile_tokens, heads, CTAS_PER_SM * num_sms)
+            windows = -(-total_q // window)
+            # A block with many edges is read once for every CHUNK of them.
+            edges = min(window, total_q) * topk
+            reads = windows * num_kv_heads * max(min(blocks, edges), edges // CHUNK)
+            waves = -(-windows * num_kv_heads // num_sms)
+            cost = (
+                windows * rounds * ROUND_COST
+                + reads * block_bytes / 1e6 * MEGABYTE_COST
+                + waves * min(window, total_q) * WALK_COST
+            )
+            # Of equals the first: more heads at a time, shorter windows.
+            best = min(best, (cost, heads, window), key=lambda found: found[0])
+    return best[1], best[2]
+
+
 def even_window(total_q: int, most: int, tile_tokens: int, num_kv_heads: int, num_ctas: int) -> int:
     """Queries per window when ``most`` fit the workspace, a multiple of ``tile_tokens``.
 
     Where possible the tiles of a window come out even on the CTAs that take them in turn.
     """
-    most = min(most, MOST_QUERIES)
     step = tile_tokens * (num_ctas // math.gcd(num_ctas, num_kv_heads))
     if step > most:
         step = tile_tokens

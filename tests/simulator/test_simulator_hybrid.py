@@ -36,6 +36,24 @@ def test_windows_fill_the_ctas() -> None:
         assert window % tile == 0 and 0 < window <= most
 
 
+def test_heads_take_turns_where_longer_windows_spare_reads() -> None:
+    def rounds(total_q: int, longest_k: int, most: int = 4033, heads: int = 4) -> tuple[int, int]:
+        return _attention_kernels.choose_rounds(total_q, most, 16, heads, longest_k, 128, 65536, 4, 132)
+
+    # A block of 32K keys has more edges than a task holds: longer windows would read it as often.
+    assert rounds(32768, 32768) == (4, 3696)
+    assert rounds(131072, 131072) == (2, 7920)
+    assert rounds(8192, 1048576) == (1, 8448)
+    assert rounds(1048576, 1048576) == (1, 8448)
+    # One window, or one head: nothing to gain.
+    assert rounds(2048, 1048576) == (4, 2112)
+    assert rounds(8192, 1048576, heads=1)[0] == 1
+    for total_q, longest_k, most, heads in ((9, 1 << 20, 4, 6), (50000, 1 << 20, 7, 8), (70, 70, 5000, 3)):
+        at_a_time, window = rounds(total_q, longest_k, most, heads)
+        assert heads % at_a_time == 0
+        assert 0 < window <= most * heads // at_a_time and window % 4 == 0
+
+
 @pytest.mark.parametrize("role", [0, 1])
 def test_each_role_waits_for_the_partial_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: int) -> None:
     cell = next(cell for cell in CELLS if cell.dsl == "tilelang")
@@ -63,9 +81,11 @@ def test_the_kernel_before_shared_attention_begins_when_all_is_there() -> None:
             assert "pdl" not in text and "griddepcontrol" not in text, cell.id
 
 
-@pytest.mark.parametrize("pages_per_block", [0, 2])
+@pytest.mark.parametrize(
+    ("pages_per_block", "queries", "windows", "rounds"), [(0, 40, 2, 1), (2, 40, 2, 1), (0, 20, 2, 2), (2, 40, 1, 2)]
+)
 def test_the_launch_code_gives_every_kernel_what_it_wants(
-    monkeypatch: pytest.MonkeyPatch, pages_per_block: int
+    monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, windows: int, rounds: int
 ) -> None:
     launched = []
 
@@ -82,6 +102,8 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     monkeypatch.setattr(_attention_kernels, "_serves", lambda *_: True)
     properties = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    # Heads take turns where launches cost nothing, and only there: these windows are short.
+    monkeypatch.setattr(_attention_kernels, "ROUND_COST", 0.0 if rounds > 1 else 1e6)
     call = Call([(31, 150), (0, 70), (1, 1), (40, 200)], seed=3, pages_per_block=pages_per_block)
     heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
     q = call.tensor(call.total_q, heads * group, dim)
@@ -102,11 +124,12 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
             softmax_scale=0.2,
             longest_k=200,
             schedule_window=None,
-            workspace_bytes=40 * _attention_kernels.bytes_per_query(topk, heads * group, dim),
+            workspace_bytes=queries * _attention_kernels.bytes_per_query(topk, heads * group, dim),
             out=out,
         )
     launch(q, k, v, ids, Where.of(**where), None, None, out, lse)
-    assert launched == ["split_selection", "build_schedule", *["sparse_attention", "shared_attention"] * 2]
+    pairs = ["sparse_attention", "shared_attention"] * (windows * rounds)
+    assert launched == ["split_selection", "build_schedule", *pairs]
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where
     )
