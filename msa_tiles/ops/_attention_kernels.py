@@ -32,6 +32,8 @@ LOG2_E = math.log2(math.e)
 # Edges, tasks and their counts; what `split_selection` returns.
 Schedule = tuple[Tensor, Tensor, Tensor]
 Split = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# What a window's sparse_attention takes: queries, schedule and claims, and the window's number in them.
+Turn = tuple[Tensor, tuple[Tensor, ...], int]
 
 # Queries per window: the queries of one head group stay in L2 up to here, and a window is long enough to fill the GPU.
 MOST_QUERIES = 4096
@@ -208,6 +210,7 @@ class Hybrid(Launch):
     tile_tokens: int
     fill: int
     heads: int
+    topk: int
 
     def __call__(
         self,
@@ -223,36 +226,47 @@ class Hybrid(Launch):
     ) -> None:
         assert schedule is None
         at = _dispatch.place(where, q.shape[0], k.shape[0], self.block_size, q.device)
-        *shared, last_rows = _split(self.splitter, block_indices, at, self.tile_tokens, self.fill)
-        parts = self.schedule(shared.pop(0), at)
+        rest, rest_counts, shared, shared_counts, last_rows = _split(
+            self.splitter, block_indices, at, self.tile_tokens, self.fill
+        )
+        parts = self.schedule(rest, at)
         windows, num_kv_heads = parts[0].shape[:2]
-        rounds = num_kv_heads // self.heads
+        rounds, group = num_kv_heads // self.heads, q.shape[1] // num_kv_heads
         claims = torch.zeros(windows * rounds, dtype=torch.int32, device=q.device)
+        if rounds == 1:
+            turns: list[Turn] = [(q, (*parts, claims), index) for index in range(windows)]
+            self._attend(q, k, v, at, turns, (shared, shared_counts, rest_counts, last_rows), workspace, out, lse)
+            return
         # The rounds of a window stand beside each other, like windows of fewer heads.
-        own = [*(part.view(windows * rounds, self.heads, *part.shape[2:]) for part in parts), claims]
-        group = q.shape[1] // num_kv_heads
-        results = _dispatch.partials(workspace, q[:, : self.heads * group], self.window, block_indices.shape[2])
+        views = (*(part.view(windows * rounds, self.heads, *part.shape[2:]) for part in parts), claims)
         for number in range(rounds):
-            q_, out_, lse_ = _heads_of((q, out, lse), number, self.heads * group, rounds)
-            k_, v_ = _heads_of((k, v), number, self.heads, rounds)
-            rest_counts, *blocks = shared if rounds == 1 else _rows_of(shared, number * self.heads, self.heads)
-            merged = (*blocks, rest_counts, last_rows, *results, out_, lse_)
+            kv = slice(number * self.heads, (number + 1) * self.heads)
+            heads = slice(kv.start * group, kv.stop * group)
+            turns = []
             for index in range(windows):
-                schedule_, queries, place = own, q_, index
-                if rounds > 1:
-                    schedule_, queries, place = _rows_of(own, index * rounds + number, 1), q_[index * self.window :], 0
-                table = at.page_table
-                self.attender(queries, k_, v_, table, *schedule_, *results, self.scale_log2, place, self.num_sms)
-                self.merger(q_, k_, v_, table, *merged, self.scale_log2, index, CTAS_PER_SM * self.num_sms)
+                turn = index * rounds + number
+                turns.append((q[index * self.window :, heads], tuple(view[turn : turn + 1] for view in views), 0))
+            blocks = (shared[kv], shared_counts[kv], rest_counts[kv], last_rows)
+            self._attend(q[:, heads], k[:, kv], v[:, kv], at, turns, blocks, workspace, out[:, heads], lse[:, heads])
 
-
-def _heads_of(tensors: tuple[Tensor, ...], number: int, heads: int, rounds: int) -> tuple[Tensor, ...]:
-    """A round's heads, in dimension 1."""
-    return tensors if rounds == 1 else tuple(x[:, number * heads : (number + 1) * heads] for x in tensors)
-
-
-def _rows_of(tensors: list[Tensor], first: int, count: int) -> list[Tensor]:
-    return [x[first : first + count] for x in tensors]
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Place,
+        turns: list[Turn],
+        blocks: tuple[Tensor, ...],
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Some heads, window after window."""
+        results = _dispatch.partials(workspace, q, self.window, self.topk)
+        for index, (queries, schedule, place) in enumerate(turns):
+            self.attender(queries, k, v, at.page_table, *schedule, *results, self.scale_log2, place, self.num_sms)
+            merged = (*blocks, *results, out, lse)
+            self.merger(q, k, v, at.page_table, *merged, self.scale_log2, index, CTAS_PER_SM * self.num_sms)
 
 
 def prepare(
@@ -287,7 +301,7 @@ def prepare(
             total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes, tile_tokens, num_sms
         )
         splitter = _find_splitter(facts, backend, block_size, tile_tokens)
-        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads)
+        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads, topk)
     least = 1 if schedule_window is None else schedule_window
     if most < least:
         wanted = least * bytes_per_query(topk, num_q_heads, head_dim)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from gpu_calls import Calls, Named
+from torch import Tensor
 
 from msa_tiles import ops, reference, runtime
+from msa_tiles.ops import _attention_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +22,10 @@ NAMES = [
 OF_DSL = [(named, name) for named in (Named("tilelang"), Named("cutedsl")) for name in NAMES if named.has(name)]
 each_kernel = pytest.mark.parametrize(
     ("named", "name"), [pytest.param(*pair, id=f"{pair[1]}-{pair[0].backend}") for pair in OF_DSL]
+)
+
+each_dsl = pytest.mark.parametrize(
+    "named", {named.backend: named for named, _ in OF_DSL}.values(), ids=lambda named: named.backend
 )
 
 
@@ -78,9 +85,7 @@ def test_a_replayed_graph_follows_its_inputs(calls: Calls, named: Named, name: s
     torch.testing.assert_close(result.float(), other.all(reference)[name]().float(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    "named", {named.backend: named for named, _ in OF_DSL}.values(), ids=lambda named: named.backend
-)
+@each_dsl
 def test_new_lengths_do_not_compile(calls: Calls, named: Named) -> None:
     before = runtime.compile_count()
     for total in (1, 77, 513):
@@ -106,6 +111,78 @@ def test_attention_memory_is_bounded_by_the_workspace() -> None:
     # Beside partial results: the schedule, in the order of the ids themselves.
     assert extra <= bound + 8 * ids.numel() * 4
     torch.testing.assert_close(small, ops.sparse_attention(q, k, v, ids), atol=0, rtol=0)
+
+
+@dataclass
+class Prompt:
+    """The rows of one attention call, to be copied into another's."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ids: Tensor
+    cu_seqlens: Tensor
+
+    @classmethod
+    def random(cls, seed: int) -> Prompt:
+        """Two sequences of 3,000 tokens in all, 9 blocks of 16 for each query, some of them neighbours'."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        q, k, v = (torch.randn(3000, heads, 128, generator=generator, device="cuda").bfloat16() for heads in (64, 4, 4))
+        ids = torch.rand(4, 3000, 16, generator=generator, device="cuda").topk(9).indices.int().sort(-1).values
+        ids[:, 1000:2000] = ids[:, 1000:2000:8].repeat_interleave(8, dim=1)
+        starts = torch.tensor([0, 700 + 97 * seed % 1500, 3000], dtype=torch.int32, device="cuda")
+        return cls(q, k, v, ids, starts)
+
+    def take(self, other: Prompt) -> None:
+        for name in ("q", "k", "v", "ids", "cu_seqlens"):
+            getattr(self, name).copy_(getattr(other, name))
+
+    def attend(self, backend: str) -> Tensor:
+        return ops.sparse_attention(
+            self.q, self.k, self.v, self.ids, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens,
+            workspace=64 << 20, backend=backend,
+        )  # fmt: skip
+
+
+@each_dsl
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_each_call_of_a_graph_sees_what_was_written_just_before(
+    monkeypatch: pytest.MonkeyPatch, named: Named, rounds: int
+) -> None:
+    """shared_attention reads what the kernels before sparse_attention wrote before it waits for that one."""
+    monkeypatch.setattr(_attention_kernels, "choose_rounds", lambda *_: (4 // rounds, 200))
+    prompts, static = [Prompt.random(seed) for seed in range(6)], Prompt.random(9)
+    alone = []
+    for prompt in prompts:
+        torch.cuda.synchronize()
+        static.take(prompt)
+        alone.append(static.attend(named.backend))
+    torch.cuda.synchronize()
+    graph, together = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for prompt in prompts:
+            static.take(prompt)
+            together.append(static.attend(named.backend))
+    for _ in range(10):
+        for out in together:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(wanted, got) for wanted, got in zip(alone, together, strict=True))
+
+
+@each_dsl
+def test_heads_that_take_turns_give_the_same_answer(monkeypatch: pytest.MonkeyPatch, named: Named) -> None:
+    prompt = Prompt.random(1)
+    wanted, _ = reference.sparse_attention(
+        prompt.q.float(), prompt.k.float(), prompt.v.float(), prompt.ids, cu_seqlens_q=prompt.cu_seqlens,
+        cu_seqlens_k=prompt.cu_seqlens,
+    )  # fmt: skip
+    results = []
+    for choice in ((4, 200), (2, 1000), (1, 232)):
+        monkeypatch.setattr(_attention_kernels, "choose_rounds", lambda *_, choice=choice: choice)
+        results.append(prompt.attend(named.backend))
+    torch.testing.assert_close(results[0].float(), wanted, atol=0.02, rtol=0.02)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_a_schedule_can_be_used_again(calls: Calls) -> None:
