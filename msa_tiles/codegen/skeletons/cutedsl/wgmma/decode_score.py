@@ -305,6 +305,7 @@ class DecodeScore:
         left, request, tile, first_block, length, tiles, blocks = run
         stage = Int32(0)
         phase = Int32(0)
+        self.clear_queries(queries, thread)
         while left > 0:
             taken = cutlass.min(left, blocks - first_block)
             end_token = lengths.cu_seqlens_q[request + 1]
@@ -338,6 +339,18 @@ class DecodeScore:
             left = left - taken
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
+
+    @cute.jit
+    def clear_queries(self, queries: cute.Tensor, thread: Int32):
+        """Zeros for rows that never hold a query: products with them cost the least power, and so the memory's clock
+        stays up. `load_queries` puts a barrier between these and its rows.
+        """
+        zeros = cute.make_rmem_tensor(VECTOR, self.element)
+        zeros.fill(0.0)
+        chunks = self.head_dim // VECTOR
+        for i in cutlass.range_constexpr(ROWS * chunks // GROUP):
+            place = i * GROUP + thread
+            copy_wide(zeros, self.wide_of_tile(queries, place // chunks, place % chunks))
 
     @cute.jit
     def load_queries(self, idx_q: cute.Tensor, queries: cute.Tensor, first_token: Int32, rows: Int32, thread: Int32):

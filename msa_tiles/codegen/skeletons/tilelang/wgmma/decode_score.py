@@ -161,6 +161,10 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
                 row_token = T.alloc_fragment([ROWS], "int32")
                 rows = T.alloc_var("int32")
                 got = T.alloc_local([BATCH], ELEMENT)
+                # Zeros for rows that never hold a query: products with them cost the least power, and so the memory's
+                # clock stays up.
+                for i in T.serial(ROWS * head_dim // 128):
+                    Q_shared[(i * 128 + tx) // head_dim, tx % head_dim] = 0
                 while left > 0:
                     taken = T.min(left, blocks[0] - first_block)
                     end_token = cu_seqlens_q[request[0] + 1]
