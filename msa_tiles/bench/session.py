@@ -124,14 +124,15 @@ def run(
                 reason = "its inputs do not fit this card's memory"
             except RuntimeError as error:
                 failed = harness.first_line(error)
-        harness.release()
         if reason:
             say(f"  skipped: {reason}")
             done = Done(job, skipped=reason)
         elif failed:
             say(f"  failed: {failed}")
             done = Done(job, failures=(f"{job}: {failed}",))
+        # The rows are kept first: giving back the memory of a large case takes a while.
         yield done
+        harness.release()
         if done.failures:
             _still_answers(device)
 
