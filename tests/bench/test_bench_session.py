@@ -75,6 +75,18 @@ def run(*jobs: Job, dsls=("tilelang",), peers=None):
     return outcomes, said
 
 
+def test_rows_are_out_before_memory_is_given_back(monkeypatch):
+    order: list[str] = []
+    monkeypatch.setattr(session.harness, "release", lambda: order.append("release"))
+    outcomes, _ = run(job(bench(mine={"tilelang": 2.0})), job(bench(mine={"tilelang": 2.0})))
+    for done in outcomes:
+        assert done.rows
+        order.append("rows")
+    # A case gives memory back while it runs, too; its inputs go once its rows are out.
+    assert order.count("rows") == 2
+    assert order[order.index("rows") + 1] == order[-1] == "release"
+
+
 def test_rows_carry_the_machine_the_run_and_the_floor():
     outcomes, said = run(
         job(bench(contender("vllm", 6.0), mine={"tilelang": 2.0, "cutedsl": 3.0})), dsls=("tilelang", "cutedsl")
