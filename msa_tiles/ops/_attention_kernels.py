@@ -364,9 +364,9 @@ def choose_rounds(
     the workspace. ``block_bytes`` is what keys and values of one block take, ``longest_k`` how many a query may see.
     """
     blocks = -(-longest_k // block_size)
-    best = (math.inf, 0, 0)
-    for rounds in (rounds for rounds in range(1, num_kv_heads + 1) if num_kv_heads % rounds == 0):
-        heads = num_kv_heads // rounds
+    least, choice = math.inf, (0, 0)
+    for heads in (heads for heads in range(num_kv_heads, 0, -1) if num_kv_heads % heads == 0):
+        rounds = num_kv_heads // heads
         for longest in (MOST_QUERIES, LONGEST_WINDOW):
             window = even_window(total_q, min(most * rounds, longest), tile_tokens, heads, CTAS_PER_SM * num_sms)
             windows = -(-total_q // window)
@@ -380,8 +380,9 @@ def choose_rounds(
                 + waves * min(window, total_q) * WALK_COST
             )
             # Of equals the first: more heads at a time, shorter windows.
-            best = min(best, (cost, heads, window), key=lambda found: found[0])
-    return best[1], best[2]
+            if cost < least:
+                least, choice = cost, (heads, window)
+    return choice
 
 
 def even_window(total_q: int, most: int, tile_tokens: int, num_kv_heads: int, num_ctas: int) -> int:
