@@ -132,9 +132,10 @@ def run(
             done = Done(job, failures=(f"{job}: {failed}",))
         # The rows are kept first: giving back the memory of a large case takes a while.
         yield done
-        harness.release()
+        # A device that is lost answers no call, that for its memory neither.
         if done.failures:
             _still_answers(device)
+        harness.release()
 
 
 def _one(

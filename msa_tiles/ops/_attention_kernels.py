@@ -49,8 +49,8 @@ TILE_ROWS = 64
 LEAST_ROWS = 8
 CTAS_PER_SM = 2
 
-# Hybrid attention may take longer windows than MOST_QUERIES: 32 rounds of one head's tiles on an H100, whose queries
-# still stay in L2.
+# Hybrid attention may take longer windows than MOST_QUERIES, while the queries of a head group stay in L2; with 132 SMs
+# this is what eight tiles of one head for each CTA take, four queries each.
 LONGEST_WINDOW = 8448
 # What `choose_rounds` weighs, in microseconds on an H100: the ends and launches of a window's two kernels, reading a
 # megabyte of keys and values, and the schedule's walk over a query.
@@ -388,13 +388,16 @@ def choose_rounds(
 def even_window(total_q: int, most: int, tile_tokens: int, num_kv_heads: int, num_ctas: int) -> int:
     """Queries per window when ``most`` fit the workspace, a multiple of ``tile_tokens``.
 
-    Where possible the tiles of a window come out even on the CTAs that take them in turn.
+    Where possible the tiles of a window come out even on the CTAs that take them in turn; of a single window there are
+    as many as there are queries for.
     """
     step = tile_tokens * (num_ctas // math.gcd(num_ctas, num_kv_heads))
     if step > most:
         step = tile_tokens
     most -= most % step
     windows = max(1, -(-total_q // most))
+    if windows == 1:
+        step = tile_tokens
     return min(most, -(-total_q // (windows * step)) * step)
 
 

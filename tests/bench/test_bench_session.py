@@ -147,7 +147,11 @@ def test_a_lost_device_ends_the_run(monkeypatch):
     def lost(device):
         raise DeviceLost("the device stopped answering")
 
+    def release():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     monkeypatch.setattr(session, "_still_answers", lost)
+    monkeypatch.setattr(session.harness, "release", release)
     outcomes, _ = run(job(bench(check=lambda inputs, result: "wrong")), job(bench()))
     assert next(outcomes).failures
     with pytest.raises(DeviceLost):
