@@ -12,6 +12,7 @@ its blocks once for all its queries.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -210,7 +211,6 @@ class Hybrid(Launch):
     tile_tokens: int
     fill: int
     heads: int
-    topk: int
 
     def __call__(
         self,
@@ -230,12 +230,13 @@ class Hybrid(Launch):
             self.splitter, block_indices, at, self.tile_tokens, self.fill
         )
         parts = self.schedule(rest, at)
-        windows, num_kv_heads = parts[0].shape[:2]
+        windows, num_kv_heads, _ = parts[0].shape
         rounds, group = num_kv_heads // self.heads, q.shape[1] // num_kv_heads
         claims = torch.zeros(windows * rounds, dtype=torch.int32, device=q.device)
+        results = _dispatch.partials(workspace, q[:, : self.heads * group], self.window, block_indices.shape[2])
         if rounds == 1:
             turns: list[Turn] = [(q, (*parts, claims), index) for index in range(windows)]
-            self._attend(q, k, v, at, turns, (shared, shared_counts, rest_counts, last_rows), workspace, out, lse)
+            self._attend(q, k, v, at, turns, (shared, shared_counts, rest_counts, last_rows), results, out, lse)
             return
         # The rounds of a window stand beside each other, like windows of fewer heads.
         views = (*(part.view(windows * rounds, self.heads, *part.shape[2:]) for part in parts), claims)
@@ -247,7 +248,7 @@ class Hybrid(Launch):
                 turn = index * rounds + number
                 turns.append((q[index * self.window :, heads], tuple(view[turn : turn + 1] for view in views), 0))
             blocks = (shared[kv], shared_counts[kv], rest_counts[kv], last_rows)
-            self._attend(q[:, heads], k[:, kv], v[:, kv], at, turns, blocks, workspace, out[:, heads], lse[:, heads])
+            self._attend(q[:, heads], k[:, kv], v[:, kv], at, turns, blocks, results, out[:, heads], lse[:, heads])
 
     def _attend(
         self,
@@ -257,12 +258,11 @@ class Hybrid(Launch):
         at: Place,
         turns: list[Turn],
         blocks: tuple[Tensor, ...],
-        workspace: Tensor | None,
+        results: tuple[Tensor, Tensor],
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Some heads, window after window."""
-        results = _dispatch.partials(workspace, q, self.window, self.topk)
+        """Some heads, window after window; each window's partial results overwrite the last one's."""
         for index, (queries, schedule, place) in enumerate(turns):
             self.attender(queries, k, v, at.page_table, *schedule, *results, self.scale_log2, place, self.num_sms)
             merged = (*blocks, *results, out, lse)
@@ -301,7 +301,7 @@ def prepare(
             total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes, tile_tokens, num_sms
         )
         splitter = _find_splitter(facts, backend, block_size, tile_tokens)
-        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads, topk)
+        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads)
     least = 1 if schedule_window is None else schedule_window
     if most < least:
         wanted = least * bytes_per_query(topk, num_q_heads, head_dim)
@@ -349,6 +349,7 @@ def _split(kernel: Any, block_indices: Tensor, where: Place, tile_tokens: int, f
     return outputs
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_rounds(
     total_q: int,
     most: int,
