@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.calls import BLOCK, OPERATORS, WITH_OFFSETS, call, paged
 from reference.batches import Batch, batches
@@ -39,10 +39,8 @@ def small_pieces(monkeypatch):
 @st.composite
 def shards(draw):
     """A random batch of at least one request whose keys begin at a block's first position."""
-    batch = draw(batches(BLOCK))
-    assume(batch.lengths_q)
-    offsets = [offset // BLOCK * BLOCK for offset in batch.offsets]
-    return replace(batch, offsets=offsets, has_offsets=True)
+    batch = draw(batches(BLOCK, shards=True))
+    return replace(batch, offsets=[offset // BLOCK * BLOCK for offset in batch.offsets])
 
 
 random_shards = settings(
@@ -112,9 +110,13 @@ def test_selections_from_many_blocks(kernels, seed):
 
 
 @random_shards
-@given(batch=batches(BLOCK), topk=st.integers(1, 6), local=st.integers(0, 2), counted=st.sampled_from([None, 2, 3]))
+@given(
+    batch=batches(BLOCK, shards=True),
+    topk=st.integers(1, 6),
+    local=st.integers(0, 2),
+    counted=st.sampled_from([None, 2, 3]),
+)
 def test_top_k_takes_any_offset(kernels, batch, topk, local, counted):
-    assume(batch.lengths_q and batch.has_offsets)
     width = -(-batch.max_end // BLOCK) + 1
     valid = None if counted is None else min(counted, width)
     if counted == 3:

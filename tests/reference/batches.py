@@ -127,16 +127,25 @@ def _starts(lengths: list[int]) -> Tensor:
 
 
 @st.composite
-def batches(draw: st.DrawFn, block_size: int, storages: tuple[str, ...] = ("flat", "used", "paged")) -> Batch:
-    """Up to three requests of a few queries on up to 2.5 blocks of keys; some are empty or have too many queries."""
+def batches(
+    draw: st.DrawFn,
+    block_size: int,
+    storages: tuple[str, ...] = ("flat", "used", "paged"),
+    *,
+    shards: bool = False,
+) -> Batch:
+    """Up to three requests of a few queries on up to 2.5 blocks of keys; some are empty or have too many queries.
+
+    With ``shards`` there is a request, and keys have offsets; without, both are left to chance.
+    """
     lengths = st.one_of(
         st.integers(0, 5 * block_size // 2),
         st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size]),
     )
-    requests = draw(st.lists(st.tuples(st.integers(0, 5), lengths), min_size=0, max_size=3))
+    requests = draw(st.lists(st.tuples(st.integers(0, 5), lengths), min_size=int(shards), max_size=3))
     storage = draw(st.sampled_from(storages))
     # A lone sequence of the flat kind may go without cumulative lengths; no request at all needs them.
-    has_offsets = draw(st.booleans())
+    has_offsets = shards or draw(st.booleans())
     offsets = [draw(st.integers(0, 2 * block_size)) if has_offsets else 0 for _ in requests]
     total = sum(queries for queries, _ in requests)
     end = max((o + n for o, (_, n) in zip(offsets, requests, strict=True)), default=0)
