@@ -294,7 +294,9 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         "softmax": types.SimpleNamespace(**{name: softmax[name] for name in ("quad_max", "quad_sum", "log_sum")}),
         "running_softmax": running["running_softmax"],
         "LOWEST": running["LOWEST"],
+        "HIGH": None,
         "choose": scores["choose"],
+        "pick": lambda condition, value, other: value if condition else other,
         "ballot": chip.vote_ballot_sync,
         "count_bits": chip.popc,
         "hopper": types.SimpleNamespace(make_smem_layout_b=values_or_keys),
@@ -550,6 +552,7 @@ FAULTS = {
         "        if cutlass.const_expr(last):\n"
         "            self.release(shared.free + held)\n"
         "        return stage, phase, used\n",
+        DENSE,
     ),
     "O is read before its last product is made": Fault(
         "        if cutlass.const_expr(last):\n            warpgroup.wait_group(0)\n",
@@ -578,7 +581,7 @@ FAULTS = {
         ANNOUNCED,
     ),
     "a tile is overwritten while it is read": Fault("TILES = 4", "TILES = 3", SHORT),
-    "Q is overwritten while it is read": Fault(f"{WAIT}q_free, q_phase)", "pass", DENSE, seed=8),
+    "Q is overwritten while it is read": Fault(f"{WAIT}q_free, q_phase)", "pass", DENSE),
     "Q is read before it came": Fault(f"{WAIT}q_full, q_phase)", "pass"),
     "V is read before it came": Fault(f"{WAIT}full + stage, phase)\n        valid", "pass\n        valid"),
     "partial results are read before they came": Fault(
@@ -594,13 +597,28 @@ FAULTS = {
     "the producer does not wait for the kernel before": Fault(DEPENDENCY + "            for m", "            for m"),
     "consumers do not wait for the kernel before": Fault(DEPENDENCY + "            own", "            own"),
     "O is not rescaled": Fault("tile.O[i] = tile.O[i] * rescale[i // 2 % 2]", "pass"),
-    "what was not loaded is weighed": Fault("choose(weight != 0.0, Float32(loaded[i]), Float32(0.0))", "loaded[i]"),
+    "what was not loaded is weighed": Fault("value = choose(there[half], value, Float32(0.0))", "pass"),
+    "a slot counts for all rows of a warp": Fault(
+        "slot >= cutlass.min(slots[0], slots[1])", "slot >= cutlass.max(slots[0], slots[1])"
+    ),
+    "a slot that one row lacks is left out": Fault(
+        "slot < cutlass.max(slots[0], slots[1])", "slot < cutlass.min(slots[0], slots[1])"
+    ),
     "rows past the end are multiplied": Fault("if valid < self.block_size:", "if valid < 0:"),
     "rows past the end are multiplied before others cleared them": Fault(
         "cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)", "pass"
     ),
-    "queries see what they have not selected": Fault("if (word >> numbers[half]) & 1 != 0:", "if numbers[half] >= 0:"),
-    "queries see past their last row": Fault("room = ends[half] - row", "room = Int32(999)"),
+    "queries see what they have not selected": Fault("pick((word >> numbers[half]) & 1 != 0,", "pick(True,"),
+    "queries see past their last row": Fault("end - row, -1)", "999, -1)"),
+    "a warp is excused from a block that one of its queries selects": Fault(
+        "cutlass.max(rooms[0], rooms[1]) >= 0", "cutlass.min(rooms[0], rooms[1]) >= 0"
+    ),
+    "a warp masks nothing because one of its queries sees the block": Fault(
+        "cutlass.min(rooms[0], rooms[1]) <", "cutlass.max(rooms[0], rooms[1]) <"
+    ),
+    "the words are those of another stage": Fault(
+        "shared.words[used, 0], shared.words[used, 1]", "shared.words[stage, 0], shared.words[stage, 1]"
+    ),
     "slots of other queries are loaded": Fault("if (present[part] >> r) & 1 != 0:", "if r >= 0:"),
 }
 

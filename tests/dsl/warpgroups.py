@@ -71,6 +71,10 @@ class Pairs:
     def __setitem__(self, number: int, pair: Pair) -> None:
         self.values[:, number % 2, number // 2] = pair.low, pair.high
 
+    def fill(self, value: int) -> None:
+        assert value == 0, "other bits are no pair of equal numbers"
+        self.values[...] = 0.0
+
 
 class Pair:
     """Two numbers in one, of which shifts and masks keep one."""

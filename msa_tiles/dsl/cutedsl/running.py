@@ -24,27 +24,34 @@ def running_softmax(
     lane before they are rounded. rooms[half] is the last column that a row sees, less the lane's first column, or None
     where rows see every column. scale_log2 must be positive. The scores are only read: wgmma is still to write there.
     """
-    for half in cutlass.range_constexpr(2):
-        room = None
-        if cutlass.const_expr(rooms is not None):
-            room = rooms[half]
-        before = row_max[half]
-        fold(scores, row_max, half, room)
-        largest = quad_max(row_max[half])
-        row_max[half] = largest
-        factor = cute.math.exp2((before - largest) * scale_log2, fastmath=True)
-        shift = largest * scale_log2
-        # Two chains, so that one addition need not wait for the last.
-        sums = [row_sum[half] * factor, Float32(0.0)]
+    for halves in steps(rooms):
+        before = {half: row_max[half] for half in halves}
+        for half in halves:
+            fold(scores, row_max, half, None if rooms is None else rooms[half])
+        shift = {}
+        # Two chains a row, so that one addition need not wait for the last.
+        sums = {}
+        for half in halves:
+            row_max[half] = quad_max(row_max[half])
+            rescale[half] = cute.math.exp2((before[half] - row_max[half]) * scale_log2, fastmath=True)
+            shift[half] = row_max[half] * scale_log2
+            sums[half] = [row_sum[half] * rescale[half], Float32(0.0)]
         for j in cutlass.range_constexpr(cute.size(scores) // 4):
-            pair = []
-            for column in cutlass.range_constexpr(2):
-                weight = cute.math.exp2(scores[(column, half, j), 0, 0] * scale_log2 - shift, fastmath=True)
-                if cutlass.const_expr(room is not None):
-                    weight = choose(room >= 8 * j + column, weight, Float32(0.0))
-                pair.append(weight)
-                sums[column] = sums[column] + weight
-            # At once: until then the exact ones take twice the registers.
-            rounded[2 * j + half] = round_pair(pair[0], pair[1])
-        rescale[half] = factor
-        row_sum[half] = sums[0] + sums[1]
+            for half in halves:
+                pair = []
+                for column in cutlass.range_constexpr(2):
+                    score = scores[(column, half, j), 0, 0]
+                    weight = cute.math.exp2(score * scale_log2 - shift[half], fastmath=True)
+                    if cutlass.const_expr(rooms is not None):
+                        weight = choose(rooms[half] >= 8 * j + column, weight, Float32(0.0))
+                    pair.append(weight)
+                    sums[half][column] = sums[half][column] + weight
+                # At once: until then the exact ones take twice the registers.
+                rounded[2 * j + half] = round_pair(pair[0], pair[1])
+        for half in halves:
+            row_sum[half] = sums[half][0] + sums[half][1]
+
+
+def steps(rooms):
+    """Both halves abreast, whose chains of maxima and shuffles take long; one by one where masks take registers."""
+    return ((0, 1),) if rooms is None else ((0,), (1,))

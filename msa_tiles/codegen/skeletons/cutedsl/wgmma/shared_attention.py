@@ -25,9 +25,11 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import EVICT_FIRST, Rows
+from msa_tiles.dsl.cutedsl.gradients import HIGH
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.running import LOWEST, running_softmax
 from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
@@ -71,6 +73,7 @@ class Shared(NamedTuple):
     values: Any  # the ring as blocks of values
     parts: Any  # the ring as tiles of partial results
     tiles: Any
+    words: Any
     tile_full: Any
     q_full: Any
     q_free: Any
@@ -131,7 +134,8 @@ class SharedAttention:
 
     Shared memory, tiles swizzled by 128 bytes
       queries [64, head_dim]      ring [STAGES, block_size, head_dim]
-      tiles [TILES, (shared blocks, most slots of a query, slots of each query, last row of each query)]      barriers
+      tiles [TILES, (shared blocks, most slots of a query, slots of each query, last row of each query)]
+      words [STAGES, the two words of the block whose K a stage holds]      barriers
 
     A stage of the ring holds K of a block, then the next one its V, in panels of 64 columns. Behind the blocks come
     partial results, block_size // 64 slots of all rows a stage, laid out as msa_tiles.dsl.cutedsl.gather says: the rows
@@ -144,6 +148,9 @@ class SharedAttention:
     merges the other one multiplies.
 
     The maximum of a row starts as the largest LSE of its slots, so that the merge never rescales O.
+
+    A warp is excused from what its queries have no part in: the softmax of a block that none of them selects, a slot
+    that none of them has. Masks are for warps whose queries differ or see a block in part.
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block):
@@ -252,8 +259,9 @@ class SharedAttention:
         keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
         values = cute.make_tensor(keys.iterator, v_layout.outer)
         parts = cute.make_tensor(keys.iterator, self.rows.tiles_layout(STAGES * self.parts).outer)
-        words = 2 + 2 * self.queries
-        tiles = memory.allocate_tensor(Int32, cute.make_layout((TILES, words), stride=(words, 1)), 16)
+        facts = 2 + 2 * self.queries
+        tiles = memory.allocate_tensor(Int32, cute.make_layout((TILES, facts), stride=(facts, 1)), 16)
+        words = memory.allocate_tensor(Int32, cute.make_layout((STAGES, 2), stride=(2, 1)), 8)
         arrivals = [*[1] * TILES, 1, WARPS, *[1] * STAGES, *[WARPS] * STAGES]
         barriers = memory.allocate_array(Int64, len(arrivals))
         if cute.arch.thread_idx()[0] == 0:
@@ -262,7 +270,7 @@ class SharedAttention:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         later = (barriers + TILES + i for i in (0, 1, 2, 2 + STAGES))
-        return Shared(queries, keys, values, parts, tiles, barriers, *later)
+        return Shared(queries, keys, values, parts, tiles, words, barriers, *later)
 
     @cute.jit
     def find(self, work: Work, turn: Int32):
@@ -384,8 +392,13 @@ class SharedAttention:
                 q_phase = q_phase ^ 1
             for u in cutlass.range(num, unroll=1):
                 row = work.shared[head, place, u, 0]
+                word = work.shared[head, place, u, 1]
                 page = self.page_of_lane(page_table, row, lane)
                 cute.arch.mbarrier_wait(shared.free + stage, phase)
+                if lane == 0:
+                    shared.words[stage, 0] = row
+                    shared.words[stage, 1] = word
+                cute.arch.sync_warp()
                 boxes = blocks[None, None, None, None, stage]
                 self.load_block(k_atom, mK, row, page, head, boxes, shared.full + stage)
                 stage, phase = self.following(stage, phase)
@@ -426,11 +439,22 @@ class SharedAttention:
         q_phase = Int32(0)
         staged = Int32(-1)
         for turn in cutlass.range(self.turns(work), unroll=1):
-            head, token, place, first, last = self.find(work, turn)
+            head, token, _, first, last = self.find(work, turn)
             entry = turn % TILES
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
             num = shared.tiles[entry, 0]
             most = shared.tiles[entry, 1]
+            numbers = self.tokens_of(member)
+            slots = [shared.tiles[entry, 2 + number] for number in numbers]
+            heads = [(lane // 4 + 8 * half) % self.rows.rows_per_token for half in range(2)]
+            if turn == 0:
+                cute.arch.griddepcontrol_wait()
+            own = [
+                work.partial_lse[token - first + numbers[half], None, head * self.group + heads[half] % self.group]
+                for half in range(2)
+            ]
+            # On their way while the first product is made.
+            logs = self.logs_from(tile, own, slots, Int32(0))
             used = stage
             if num > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
@@ -442,31 +466,15 @@ class SharedAttention:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             if staged >= 0:
                 self.release(shared.free + staged)
-            numbers = self.tokens_of(member)
-            slots, ends = (
-                [shared.tiles[entry, first_word + n] for n in numbers] for first_word in (2, 2 + self.queries)
-            )
-            heads = [(lane // 4 + 8 * half) % self.rows.rows_per_token for half in range(2)]
-            for half in cutlass.range_constexpr(2):
-                if heads[half] >= self.group:
-                    slots[half] = Int32(0)
-            if turn == 0:
-                cute.arch.griddepcontrol_wait()
-            own = [
-                work.partial_lse[token - first + numbers[half], None, head * self.group + heads[half] % self.group]
-                for half in range(2)
-            ]
-            self.start(tile, own, slots, most)
-            for u in cutlass.range(num - 1, unroll=1):
-                stage, phase, used = self.step(
-                    False, shared, tile, work.shared[head, place, u, None], ends, stage, phase, used
-                )
+            self.start(tile, logs, own, slots, most)
+            for _ in cutlass.range(num - 1, unroll=1):
+                stage, phase, used = self.step(False, shared, tile, entry, stage, phase, used)
             if num > 0:
-                stage, phase, used = self.step(
-                    True, shared, tile, work.shared[head, place, num - 1, None], ends, stage, phase, used
-                )
+                stage, phase, used = self.step(True, shared, tile, entry, stage, phase, used)
             for half in cutlass.range_constexpr(2):
                 tile.row_sum[half] = softmax.quad_sum(tile.row_sum[half])
+            # Read again, for the sake of registers.
+            most = shared.tiles[entry, 1]
             stage, phase, staged = self.merge(shared, tile, own, slots, most, stage, phase)
             self.emit(tile, head, token, last, numbers, heads, staged)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -521,19 +529,32 @@ class SharedAttention:
             cute.arch.mbarrier_arrive(free)
 
     @cute.jit
-    def start(self, tile: Tile, own, slots, most: Int32):
-        """Row maxima of the slots' LSE, in units of scores; no sum yet, O = 0. A row's four lanes share its slots."""
+    def logs_from(self, tile: Tile, own, slots, first: Int32):
+        """The LSE [step, half] of 4 AHEAD slots of a lane's two rows; a row's four lanes take every fourth each."""
+        logs = cute.make_rmem_tensor((AHEAD, 2), Float32)
+        for step in cutlass.range_constexpr(AHEAD):
+            for half in cutlass.range_constexpr(2):
+                logs[step, half] = self.lse_of(own[half], slots[half], first + 4 * step + tile.lane % 4)
+        return logs
+
+    @cute.jit
+    def start(self, tile: Tile, logs: cute.Tensor, own, slots, most: Int32):
+        """Row maxima of the slots' LSE, in units of scores, `logs` being those of the first ones; no sum yet, O = 0."""
         tile.row_max.fill(-Float32.inf)
-        for first in cutlass.range(0, most, 4 * AHEAD, unroll=1):
-            for step in cutlass.range_constexpr(AHEAD):
-                for half in cutlass.range_constexpr(2):
-                    found = self.lse_of(own[half], slots[half], first + 4 * step + tile.lane % 4)
-                    tile.row_max[half] = cute.arch.fmax(tile.row_max[half], found)
+        self.fold_logs(tile, logs)
+        for first in cutlass.range(4 * AHEAD, most, 4 * AHEAD, unroll=1):
+            self.fold_logs(tile, self.logs_from(tile, own, slots, first))
         for half in cutlass.range_constexpr(2):
             largest = softmax.quad_max(tile.row_max[half])
             tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / tile.scale_log2, LOWEST)
             tile.row_sum[half] = Float32(0.0)
         tile.O.fill(0.0)
+
+    @cute.jit
+    def fold_logs(self, tile: Tile, logs: cute.Tensor):
+        for step in cutlass.range_constexpr(AHEAD):
+            for half in cutlass.range_constexpr(2):
+                tile.row_max[half] = cute.arch.fmax(tile.row_max[half], logs[step, half])
 
     @cute.jit
     def lse_of(self, own: cute.Tensor, slots: Int32, slot: Int32) -> Float32:
@@ -545,12 +566,11 @@ class SharedAttention:
 
     @cute.jit
     def step(
-        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, block: cute.Tensor, ends, stage: Int32,
-        phase: Int32, used: Int32,
+        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, entry: Int32, stage: Int32, phase: Int32,
+        used: Int32,
     ):  # fmt: skip
         """One block, its S under way from stage `used`, and the start of the next one's unless it is the last."""
-        row = block[0]
-        word = block[1]
+        row, word = shared.words[used, 0], shared.words[used, 1]
         rescale = cute.make_rmem_tensor(2, Float32)
         weights = cute.recast_tensor(tile.P, Int32)
         numbers = self.tokens_of(tile.member)
@@ -558,16 +578,20 @@ class SharedAttention:
         self.release(shared.free + used)
         if cutlass.const_expr(last):
             self.release(shared.q_free)
+        # The last column of the block that the two rows of a lane see, or one behind it; -1 for none.
+        rooms = [Int32(self.block_size - 1) for _ in range(2)]
         if (word & CUT) != 0:
-            rooms = []
             for half in cutlass.range_constexpr(2):
-                room = Int32(-1)
-                if (word >> numbers[half]) & 1 != 0:
-                    room = ends[half] - row
-                rooms.append(room - tile.lane % 4 * 2)
-            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, rooms)
-        else:
+                end = shared.tiles[entry, 2 + self.queries + numbers[half]]
+                rooms[half] = pick((word >> numbers[half]) & 1 != 0, end - row, -1)
+        if ballot(cutlass.max(rooms[0], rooms[1]) >= 0) == 0:
+            weights.fill(0)
+            rescale.fill(1.0)
+        elif ballot(cutlass.min(rooms[0], rooms[1]) < self.block_size - 1) == 0:
             running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, None)
+        else:
+            rooms = [room - tile.lane % 4 * 2 for room in rooms]
+            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, rooms)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             tile.O[i] = tile.O[i] * rescale[i // 2 % 2]
         cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -609,18 +633,34 @@ class SharedAttention:
             self.read_logs(logs, own, slots, m + 1)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             for part in cutlass.range_constexpr(self.parts):
-                source = tile.partials[None, None, None, stage * self.parts + part]
-                cute.copy(tile.reading, source, tile.reading.retile(loaded))
-                for half in cutlass.range_constexpr(2):
-                    tile.row_sum[half] = tile.row_sum[half] + weights[part, half]
-                for i in cutlass.range_constexpr(cute.size(tile.O)):
-                    weight = weights[part, i // 2 % 2]
-                    # What was not loaded may be anything. Not `weight > 0`: a NaN has to come through.
-                    value = choose(weight != 0.0, Float32(loaded[i]), Float32(0.0))
-                    tile.O[i] = tile.O[i] + weight * value
+                slot = m * self.parts + part
+                if ballot(slot < cutlass.max(slots[0], slots[1])) != 0:
+                    source = tile.partials[None, None, None, stage * self.parts + part]
+                    cute.copy(tile.reading, source, tile.reading.retile(loaded))
+                    of_part = [weights[part, half] for half in range(2)]
+                    # What was not loaded may be anything.
+                    if ballot(slot >= cutlass.min(slots[0], slots[1])) == 0:
+                        self.add_partial(tile, loaded, of_part, None)
+                    else:
+                        self.add_partial(tile, loaded, of_part, [slot < slots[half] for half in range(2)])
             staged = stage
             stage, phase = self.following(stage, phase)
         return stage, phase, staged
+
+    @cute.jit
+    def add_partial(self, tile: Tile, loaded: cute.Tensor, weights, there):
+        """O += weights[half] * loaded, and the sum likewise; of rows that were loaded, or of all for None."""
+        pairs = cute.recast_tensor(loaded, Int32)
+        for half in cutlass.range_constexpr(2):
+            tile.row_sum[half] = tile.row_sum[half] + weights[half]
+        for i in cutlass.range_constexpr(cute.size(tile.O) // 2):
+            half = i % 2
+            values = [(pairs[i] << 16).bitcast(Float32), (pairs[i] & HIGH).bitcast(Float32)]
+            for column in cutlass.range_constexpr(2):
+                value = values[column]
+                if cutlass.const_expr(there is not None):
+                    value = choose(there[half], value, Float32(0.0))
+                tile.O[2 * i + column] = tile.O[2 * i + column] + weights[half] * value
 
     @cute.jit
     def read_logs(self, logs: cute.Tensor, own, slots, stage: Int32):
