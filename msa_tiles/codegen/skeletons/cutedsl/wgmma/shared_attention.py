@@ -292,12 +292,12 @@ class SharedAttention:
         return first, cutlass.min(first + window, Int32(work.rest_counts.shape[1]))
 
     @cute.jit
-    def turns(self, work: Work) -> Int32:
-        """How many tiles the CTA takes."""
+    def takes(self, work: Work, turn: Int32):
+        """Whether the CTA has a tile in this turn."""
         first, last = self.window(work)
         tiles = (last - first + self.queries - 1) // self.queries * Int32(work.rest_counts.shape[0])
         index, _, _ = cute.arch.block_idx()
-        return cutlass.max(tiles - index + work.num_ctas - 1, 0) // work.num_ctas
+        return index + turn * work.num_ctas < tiles
 
     @cute.jit
     def following(self, stage: Int32, phase: Int32):
@@ -364,7 +364,8 @@ class SharedAttention:
         stage = Int32(0)
         phase = Int32(1)
         q_phase = Int32(1)
-        for turn in cutlass.range(self.turns(work), unroll=1):
+        turn = Int32(0)
+        while self.takes(work, turn):
             head, token, place, first, last = self.find(work, turn)
             num = work.shared_counts[head, place]
             # A lane stands for a query; those past the tile's or the window's last one have no slots.
@@ -423,6 +424,7 @@ class SharedAttention:
                             source = (token - first + r) * topk + m * self.parts + part
                             self.load_rows(part_atom, mP, source, head, target, shared.full + stage)
                 stage, phase = self.following(stage, phase)
+            turn = turn + 1
 
     @cute.jit
     def consume(
@@ -438,7 +440,8 @@ class SharedAttention:
         phase = Int32(0)
         q_phase = Int32(0)
         staged = Int32(-1)
-        for turn in cutlass.range(self.turns(work), unroll=1):
+        turn = Int32(0)
+        while self.takes(work, turn):
             head, token, _, first, last = self.find(work, turn)
             entry = turn % TILES
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
@@ -477,6 +480,7 @@ class SharedAttention:
             most = shared.tiles[entry, 1]
             stage, phase, staged = self.merge(shared, tile, own, slots, most, stage, phase)
             self.emit(tile, head, token, last, numbers, heads, staged)
+            turn = turn + 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -578,7 +582,7 @@ class SharedAttention:
         self.release(shared.free + used)
         if cutlass.const_expr(last):
             self.release(shared.q_free)
-        # The last column of the block that the two rows of a lane see, or one behind it; -1 for none.
+        # The last column that each of a lane's two rows sees: block_size - 1 or more for the whole block, -1 for none.
         rooms = [Int32(self.block_size - 1) for _ in range(2)]
         if (word & CUT) != 0:
             for half in cutlass.range_constexpr(2):
