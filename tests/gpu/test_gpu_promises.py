@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gpu_calls import Calls, Named
 from torch import Tensor
 
 from msa_tiles import ops, reference, runtime
-from msa_tiles.ops import _attention_kernels
+from msa_tiles.ops import _attention_kernels, _remember
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +184,51 @@ def test_heads_that_take_turns_give_the_same_answer(monkeypatch: pytest.MonkeyPa
         results.append(prompt.attend(named.backend))
     torch.testing.assert_close(results[0].float(), wanted, atol=0.02, rtol=0.02)
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@each_dsl
+@pytest.mark.parametrize(("group", "pages_per_block"), [(16, 2), (8, 0), (4, 4), (2, 8), (1, 0), (1, 4)])
+def test_six_heads_that_take_turns_in_storage_with_gaps(
+    monkeypatch: pytest.MonkeyPatch, named: Named, group: int, pages_per_block: int
+) -> None:
+    """Rows begin at multiples of 16 bytes and of nothing more, in pages too; what lies between them stays."""
+    generator = torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
+
+    def gapped(*shape: int) -> Tensor:
+        whole = torch.randn(*shape[:-2], shape[-2] * shape[-1] + 8, generator=generator, device="cuda").bfloat16()
+        return whole[..., :-8].unflatten(-1, shape[-2:])
+
+    lengths, heads, topk = [700, 0, 1, 899], 6, 9
+    total, starts = sum(lengths), torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    where: dict[str, Tensor] = {"cu_seqlens_q": starts}
+    q = gapped(total, heads * group, 128)
+    if pages_per_block:
+        page, width = 128 // pages_per_block, 8 * pages_per_block
+        pool = gapped(4 * width, page, heads, 2 * 128).transpose(1, 2)
+        k, v = pool.split(128, -1)
+        table = torch.randperm(4 * width, generator=generator, device="cuda").int().view(4, width)
+        where |= {"page_table": table, "seqused_k": torch.tensor([700, 90, 200, 1000], device="cuda").int()}
+    else:
+        k, v = gapped(total, heads, 128), gapped(total, heads, 128)
+        where["cu_seqlens_k"] = starts
+    ids = torch.rand(heads, total, 12, generator=generator, device="cuda").topk(topk).indices.int()
+    ids[:, 200:600] = ids[:, 200:600:8].repeat_interleave(8, dim=1)
+    wanted, wanted_lse = reference.sparse_attention(q.float(), k.float(), v.float(), ids, **where)
+    first = None
+    for choice in ((6, 200), (3, 1600), (2, 64), (1, 512)):
+        choose = Mock(return_value=choice)
+        monkeypatch.setattr(_attention_kernels, "choose_rounds", choose)
+        _remember.forget_all()
+        rows = torch.full((total, heads * group * 128 + 8), torch.nan, device="cuda").bfloat16()
+        out = rows[:, :-8].unflatten(-1, (heads * group, 128))
+        _, lse = named.sparse_attention(q, k, v, ids, out=out, return_lse=True, **where)
+        assert choose.called
+        assert rows[:, -8:].isnan().all()
+        if first is None:
+            torch.testing.assert_close(out.float(), wanted, atol=0.02, rtol=0.02)
+            torch.testing.assert_close(lse, wanted_lse, atol=0.005, rtol=0.005)
+            first = out.clone(), lse.clone()
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
 
 
 def test_a_schedule_can_be_used_again(calls: Calls) -> None:
