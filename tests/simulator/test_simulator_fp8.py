@@ -87,7 +87,8 @@ def copy_of_the_kernel(directory: Path, *replacements: tuple[str, str]) -> Any:
 
 FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exception], ...]]] = {
     "too few slots of scales": ([("SLOTS = 2 * STAGES", "SLOTS = 2")], (RaceError, AssertionError)),
-    "scales of another block": ([("pair * 2 % SLOTS", "(pair * 2 + 1) % SLOTS")], (SimulationError, AssertionError)),
+    "scales of another block": (
+        [("block % SLOTS, key_scales", "(block + 1) % SLOTS, key_scales")], (SimulationError, AssertionError)),
     "scales stored after the arrival": (
         [("key_scale[block % SLOTS, tx % 128] = scale_read[0]", "pass"), (
             "T.barrier_arrive(k_full[block % STAGES])",
@@ -97,6 +98,18 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exce
     "scales of another head": ([("head * heads_per_group + r], T", "head * heads_per_group], T")], AssertionError),
     "scales of queries ignored": ([("use_q_scale != 0", "use_q_scale > 1")], AssertionError),
     "no barrier within a warp": ([("            T.sync_warp()\n        top.clear", "        top.clear")], RaceError),
+    "queries of the upper tile for both": ([("Q_shared[2 * w + 1, r", "Q_shared[2 * w, r")], AssertionError),
+    "limits of the upper tile for both": ([("T.min(first_token + ROWS + i", "T.min(first_token + i")], AssertionError),
+    "maxima of the upper tile for both": (
+        [("max_shared[w, lane // 16, row]", "max_shared[w, 0, row]")], AssertionError),
+    "scales of the lower tile in the upper one": (
+        [("query_scale, 2 * w, r, heads", "query_scale, 2 * w + 1, r, heads")], AssertionError),
+    "a stage released before its last product": ([
+        ("                    T.barrier_arrive(k_free[stage])\n", ""),
+        ("                T.wait_wgmma(0)\n                T.wgmma_gemm(\n                    Q_shared[2 * w + 1",
+         "                T.wait_wgmma(0)\n                if r == heads_per_group - 1:\n"
+         "                    T.barrier_arrive(k_free[stage])\n                T.wgmma_gemm(\n"
+         "                    Q_shared[2 * w + 1")], SimulationError),
 }  # fmt: skip
 
 
@@ -104,10 +117,10 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exce
 def test_a_fault_of_the_kernel_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replacements, expected = FAULTS[fault]
     variant = {"head_dim": 64, "block_size": 64, "topk": 8, "heads_per_group": 2, "key_scales": 1}
-    arguments = {**variant, "k": 3}
+    arguments = {**variant, "k": 3, "local_blocks": 0}
 
     def run(seed: int) -> None:
-        call = Call([(66, 900), (3, 90)], seed=seed, values="integer", strided=True)
+        call = Call([(130, 900), (3, 90)], seed=seed, values="integer", strided=True)
         simulated_calls.select_blocks_fp8(call, **arguments)
 
     run(0)
