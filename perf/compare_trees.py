@@ -1,0 +1,167 @@
+"""Times the kernels of two checkouts against each other, alternately, on the card at hand.
+
+    python perf/compare_trees.py OLD [NEW] [--op OP …] [--case CASE …] [--dsl DSL …] [--rounds 5] [--out FILE]
+
+OLD and NEW (default: this checkout) are checkouts of the project. Each runs in a process of its own, with its own
+kernels and launches, on inputs of the same seeds; the processes take turns, so that only one of them is on the card at
+a time. A line a case: median milliseconds of either, and NEW over OLD. Cases over `--limit` (1.02) are timed a second
+time and count as slower only when that repeats it; the exit status is 1 then.
+
+Both trees must have `msa_tiles.bench`; a case that one of them lacks is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent.parent
+
+
+def work(requests: IO[str], answers: IO[str]) -> None:
+    """The process of one tree: answers a line of JSON for every line of JSON."""
+    import torch
+
+    from msa_tiles.bench import harness
+    from msa_tiles.bench.operators import BENCHMARKS
+    from msa_tiles.bench.timing import CudaClock, runs_for, sets_needed
+
+    device = torch.device("cuda")
+    clock = CudaClock()
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    play: Any = None
+    calls: list[Any] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal play, calls
+        if "prepare" in request:
+            play, calls = None, []
+            harness.release()
+            op, label, precision, dsl = request["prepare"]
+            benchmark = BENCHMARKS.get(op)
+            if benchmark is None or label not in benchmark.labels:
+                return {"skipped": f"no case {op} {label}"}
+            torch.manual_seed(0)
+            bench = benchmark.prepare(benchmark.find(label), device, precision)
+            sets = [bench.make(seed) for seed in range(sets_needed(bench.bytes_per_set, l2_bytes))]
+            calls = [bench.ours(dsl, inputs) for inputs in sets]
+            play, how = clock.load(calls)
+            clock.run(play, 2)
+            return {"how": how}
+        estimate = statistics.median(clock.run(play, 3)[0])
+        times = min(runs_for(estimate, request["seconds"]), max(3, int(2e3 / max(estimate, 1e-3))))
+        return {"ms": clock.run(play, times)[1] / times / len(calls)}
+
+    for line in requests:
+        try:
+            found = answer(json.loads(line))
+        except Exception as error:  # the other tree's turn goes on, and the case says why it was left out
+            found = {"skipped": harness.first_line(error)}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+class Tree:
+    """A checkout and its process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=path,
+            env=environment,
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.path} ended with {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def compare(old: Tree, new: Tree, case: tuple[str, str, str, str], rounds: int, seconds: float) -> dict[str, Any]:
+    """Medians of both trees over alternating rounds, or why there are none."""
+    for tree in (old, new):
+        if skipped := tree.ask(prepare=case).get("skipped"):
+            return {"case": case, "skipped": f"{tree.path.name}: {skipped}"}
+    times: dict[Tree, list[float]] = {old: [], new: []}
+    for turn in range(rounds):
+        for tree in (old, new) if turn % 2 == 0 else (new, old):
+            found = tree.ask(seconds=seconds)
+            if "skipped" in found:
+                return {"case": case, "skipped": f"{tree.path.name}: {found['skipped']}"}
+            times[tree].append(found["ms"])
+    before, after = statistics.median(times[old]), statistics.median(times[new])
+    return {"case": case, "old_ms": before, "new_ms": after, "ratio": after / before, "rounds": list(times.values())}
+
+
+def known_cases(ops: list[str], labels: list[str], dsls: list[str], precision: str) -> list[tuple[str, str, str, str]]:
+    from msa_tiles.bench.operators import BENCHMARKS
+
+    return [
+        (op, label, precision, dsl)
+        for op, benchmark in BENCHMARKS.items()
+        if not ops or op in ops
+        for label in benchmark.labels
+        if not labels or label in labels
+        for dsl in dsls
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path, nargs="?", default=HERE)
+    parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--dsl", action="append", choices=("tilelang", "cutedsl"))
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.15, help="of each round, at least 20 calls")
+    parser.add_argument("--limit", type=float, default=1.02)
+    parser.add_argument("--out", type=Path, help="a JSON line a case")
+    options = parser.parse_args()
+    trees = Tree(options.old.resolve()), Tree(options.new.resolve())
+    cases = known_cases(options.op, options.case, options.dsl or ["cutedsl", "tilelang"], options.precision)
+    slower = 0
+    for number, case in enumerate(cases, start=1):
+        found = compare(*trees, case, options.rounds, options.seconds)
+        if found.get("ratio", 0) > options.limit:
+            again = compare(*trees, case, options.rounds, options.seconds)
+            found["again"] = again.get("ratio")
+            slower += again.get("ratio", 0) > options.limit
+        text = f"[{number}/{len(cases)}] {' '.join(case):<60}"
+        if "skipped" in found:
+            text += f" skipped: {found['skipped']}"
+        else:
+            text += f" {found['old_ms']:9.4f} -> {found['new_ms']:9.4f} ms  {found['ratio']:.3f}"
+            text += f", again {found['again']:.3f}" if found.get("again") else ""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    sys.stdout.write(f"{slower} of {len(cases)} cases are slower by more than {options.limit - 1:.0%}, twice\n")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        sys.stdout, answers = sys.stderr, sys.stdout  # what a library prints is no answer
+        work(sys.stdin, answers)
+    else:
+        sys.exit(main())
