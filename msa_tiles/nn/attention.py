@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from msa_tiles import ops
+from msa_tiles.call import validate
 from msa_tiles.nn.parts import HeadNorm, rotate
-from msa_tiles.ops import _validate
 
 
 class AttentionOutput(NamedTuple):
@@ -73,7 +73,7 @@ class MiniMaxSparseAttention(nn.Module):
             ("local_blocks", local_blocks, 0),
             ("rotary_dim", rotary_dim, 0),
         ):
-            _validate.integer(name, value, least)
+            validate.integer(name, value, least)
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads: got {num_q_heads}; wanted a multiple of the {num_kv_heads} KV heads")
         most = min(head_dim, index_dim)
@@ -119,11 +119,11 @@ class MiniMaxSparseAttention(nn.Module):
         if hidden.dim() not in (2, 3):
             raise ValueError(f"hidden: got {hidden.dim()} dimensions; wanted [T, hidden_size] or [B, S, hidden_size]")
         if shape[-1] != self.q_proj.in_features:
-            _validate.refuse("hidden", f"hidden size {shape[-1]}", str(self.q_proj.in_features))
+            validate.refuse("hidden", f"hidden size {shape[-1]}", str(self.q_proj.in_features))
         if token_weights is not None:
             # Flattened, weights [S, B] would pass for [B, S].
             dims = "[T]" if hidden.dim() == 2 else "[B, S]"
-            _validate.float32("token_weights", token_weights, shape[:-1], dims, hidden, "hidden")
+            validate.float32("token_weights", token_weights, shape[:-1], dims, hidden, "hidden")
             token_weights = token_weights.flatten()
         if hidden.dim() == 3:
             if cu_seqlens is not None:
@@ -133,9 +133,9 @@ class MiniMaxSparseAttention(nn.Module):
             max_seqlen = length
             hidden = hidden.flatten(0, 1)
         elif cu_seqlens is not None:
-            _validate.int32("cu_seqlens", cu_seqlens, [None], "[B + 1]", hidden, "hidden")
+            validate.int32("cu_seqlens", cu_seqlens, [None], "[B + 1]", hidden, "hidden")
             if cu_seqlens.shape[0] == 0:
-                _validate.refuse("cu_seqlens", "shape [0]", "[B + 1], at least one element")
+                validate.refuse("cu_seqlens", "shape [0]", "[B + 1], at least one element")
         want_kl = self.training if return_kl is None else return_kl
         positions = _positions(hidden.shape[0], cu_seqlens, hidden.device)
 

@@ -22,6 +22,8 @@ them, and of another elsewhere. ``cutedsl`` needs the extra of that name. Wrong 
 ``TypeError``; a CUDA call that no kernel serves raises `msa_tiles.runtime.NoKernelError`, a ``ValueError``.
 """
 
+from msa_tiles.call.schedule import Schedule
+from msa_tiles.ops.build_schedule import build_schedule
 from msa_tiles.ops.combine import combine
 from msa_tiles.ops.decode_score import decode_score
 from msa_tiles.ops.decode_topk import decode_topk
@@ -30,7 +32,6 @@ from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.index_score import index_score
 from msa_tiles.ops.msa_attention import msa_attention
 from msa_tiles.ops.msa_decode import decode_workspace_bytes, msa_decode
-from msa_tiles.ops.schedule import Schedule, build_schedule
 from msa_tiles.ops.select_blocks import select_blocks
 from msa_tiles.ops.sparse_attention import sparse_attention
 from msa_tiles.ops.sparse_attention_backward import sparse_attention_backward

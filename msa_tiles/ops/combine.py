@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch, _library, _validate
-from msa_tiles.ops._where import Where
+from msa_tiles.call import validate
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup
+from msa_tiles.library import registration
 
 
 def combine(
@@ -25,25 +27,25 @@ def combine(
     Logarithms are natural. ``out`` has partial_out's dtype, ``lse`` is float32; both may be the caller's buffers. A
     split with lse -inf is empty, whatever its output holds; a row of empty splits gives out 0 and lse -inf.
     """
-    num_splits, total_q, num_heads, head_dim = _validate.floating("partial_out", partial_out, "[S, T, Hq, D]").shape
-    _validate.tensor("partial_lse", partial_lse, "[S, T, Hq]")
+    num_splits, total_q, num_heads, head_dim = validate.floating("partial_out", partial_out, "[S, T, Hq, D]").shape
+    validate.tensor("partial_lse", partial_lse, "[S, T, Hq]")
     if partial_lse.dtype != torch.float32:
-        _validate.refuse_type("partial_lse", f"dtype {partial_lse.dtype}", "torch.float32")
+        validate.refuse_type("partial_lse", f"dtype {partial_lse.dtype}", "torch.float32")
     if partial_lse.shape != partial_out.shape[:3]:
-        wanted = f"{_validate.shape_text((num_splits, total_q, num_heads))} like partial_out"
-        _validate.refuse("partial_lse", f"shape {_validate.shape_text(partial_lse.shape)}", wanted)
-    _validate.same_device("partial_lse", partial_lse, partial_out, "partial_out")
-    _validate.backend(backend, partial_out.device)
+        wanted = f"{validate.shape_text((num_splits, total_q, num_heads))} like partial_out"
+        validate.refuse("partial_lse", f"shape {validate.shape_text(partial_lse.shape)}", wanted)
+    validate.same_device("partial_lse", partial_lse, partial_out, "partial_out")
+    validate.backend(backend, partial_out.device)
     arguments = (partial_out, partial_lse, backend)
     if out is None and lse is None:
         return _OPERATOR.functional(*arguments)
     new_out, new_lse = _allocate(*arguments)
     if out is not None:
         shape = [total_q, num_heads, head_dim]
-        _validate.destination("out", out, shape, "[T, Hq, D]", partial_out.dtype, partial_out, "partial_out")
+        validate.destination("out", out, shape, "[T, Hq, D]", partial_out.dtype, partial_out, "partial_out")
         new_out = out
     if lse is not None:
-        _validate.destination("lse", lse, [total_q, num_heads], "[T, Hq]", torch.float32, partial_out, "partial_out")
+        validate.destination("lse", lse, [total_q, num_heads], "[T, Hq]", torch.float32, partial_out, "partial_out")
         new_lse = lse
     _OPERATOR.mutating(*arguments, new_out, new_lse)
     return new_out, new_lse
@@ -55,25 +57,25 @@ def _allocate(partial_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, lse: Tensor) -> None:
-    if _dispatch.runs_reference(backend, partial_out.device):
+    if lookup.runs_reference(backend, partial_out.device):
         result, result_lse = reference.combine(partial_out, partial_lse)
         out.copy_(result)
         lse.copy_(result_lse)
         return
     nowhere = Where(None, None, None, None, None, None, None, None)
-    precision = _dispatch.PRECISIONS[partial_out.dtype]
+    precision = lookup.PRECISIONS[partial_out.dtype]
     variant = {"head_dim": partial_out.shape[3]}
-    facts = _dispatch.call_facts(
+    facts = lookup.call_facts(
         "combine", nowhere, partial_out.device, precision, variant, (partial_out,), queries=partial_out.shape[1]
     )
     if partial_out.numel() == 0:
-        _dispatch.find_kernel(facts, backend)
+        lookup.find_kernel(facts, backend)
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    _dispatch.attention_kernels().combine(facts, backend, partial_out, partial_lse, out=out, lse=lse)
+    attention.combine(facts, backend, partial_out, partial_lse, out=out, lse=lse)
 
 
-_OPERATOR = _library.define(
+_OPERATOR = registration.define(
     "combine", "Tensor partial_out, Tensor partial_lse, str backend", ("out", "lse"), _allocate, _write
 )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _decode_kernels, _library, _shard
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import decode, shards
+from msa_tiles.library import registration
 from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
 from msa_tiles.quant import QuantizedTensor
 
@@ -53,14 +54,14 @@ def _launch(
 ) -> None:
     # The kernel writes the blocks that a request has.
     score.fill_(-torch.inf)
-    at = _decode_kernels.place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
-    _decode_kernels.score(kernel, idx_q, idx_k, at, causal, score)
+    at = decode.place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
+    decode.score(kernel, idx_q, idx_k, at, causal, score)
 
 
-_OPERATOR = _library.define(
+_OPERATOR = registration.define(
     "decode_score",
     SCHEMA,
     ("out",),
     allocate_scores,
-    _shard.scores(functools.partial(write_scores, "decode_score", _launch)),
+    shards.scores(functools.partial(write_scores, "decode_score", _launch)),
 )

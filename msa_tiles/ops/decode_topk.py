@@ -6,8 +6,9 @@ import functools
 
 from torch import Tensor
 
-from msa_tiles.ops import _library, _remember, _shard
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import shards
+from msa_tiles.library import registration, remember
 from msa_tiles.ops.topk_select import SCHEMA, Ranking, allocate_chosen, call_topk, prepare_chosen, write_chosen
 
 
@@ -45,8 +46,8 @@ def decode_topk(
     )  # fmt: skip
 
 
-_SEEN: _remember.Remembered[Ranking] = _remember.Remembered()
+_SEEN: remember.Remembered[Ranking] = remember.Remembered()
 _PREPARE = functools.partial(prepare_chosen, "decode_topk", lambda topk, width: {"max_blocks": width}, lambda out: ())
-_OPERATOR = _library.define(
-    "decode_topk", SCHEMA, ("out",), allocate_chosen, _shard.ranking(functools.partial(write_chosen, _PREPARE))
+_OPERATOR = registration.define(
+    "decode_topk", SCHEMA, ("out",), allocate_chosen, shards.ranking(functools.partial(write_chosen, _PREPARE))
 )

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dense_libraries, _dispatch, _library, _training, _validate
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors
+from msa_tiles.call import contents, validate
+from msa_tiles.call.attention import attention_tensors
+from msa_tiles.call.where import Where
+from msa_tiles.launch import dense, lookup, places
+from msa_tiles.library import autograd, registration
+from msa_tiles.ops.sparse_attention import allocate_attention
 
-BACKENDS = ("auto", *_dense_libraries.NAMES, "reference")
+BACKENDS = ("auto", *dense.NAMES, "reference")
 
 
 def dense_attention(
@@ -44,13 +47,15 @@ def dense_attention(
 
     Raises `msa_tiles.runtime.NoKernelError` with the reason of each library where none serves the call.
     """
-    q, k, v = _training.autocast(q, k, v)
+    q, k, v = autograd.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k, None, None)
     attention_tensors(q, k, v, where, 1)
-    _validate.one_of("backend", backend, BACKENDS)
-    if q.device.type != "cuda" and backend in _dense_libraries.NAMES:
-        _validate.refuse("backend", f"{backend!r} for tensors on {q.device}", "'auto' or 'reference'")
-    where.validate(q.shape[0], q, "q", k, check)
+    validate.one_of("backend", backend, BACKENDS)
+    if q.device.type != "cuda" and backend in dense.NAMES:
+        validate.refuse("backend", f"{backend!r} for tensors on {q.device}", "'auto' or 'reference'")
+    where.validate(q.shape[0], q, "q", k)
+    if check:
+        contents.check_where(where, q.shape[0], k)
     out, lse = _OPERATOR.functional(
         q,
         k,
@@ -59,8 +64,8 @@ def dense_attention(
         cu_seqlens_k,
         q.shape[0] if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] if max_seqlen_k is None else max_seqlen_k,
-        _validate.softmax_scale(softmax_scale, q.shape[2]),
-        _training.deterministic(deterministic),
+        validate.softmax_scale(softmax_scale, q.shape[2]),
+        autograd.deterministic(deterministic),
         backend,
     )
     return (out, lse) if return_lse else out
@@ -68,16 +73,16 @@ def dense_attention(
 
 def _write(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
     *place, scale, deterministic, backend, out, lse = rest
-    if _dispatch.runs_reference(backend, q.device):
+    if lookup.runs_reference(backend, q.device):
         results = reference.dense_attention(q, k, v, softmax_scale=scale, **_starts(place))
     elif _is_empty(q, k, place):
-        _dense_libraries.choose(q, backend)
+        dense.choose(q, backend)
         out.zero_()
         lse.fill_(-torch.inf)
         return
     else:
-        library = _dense_libraries.choose(q, backend)
-        results = _dense_libraries.forward(library, q, k, v, _call(q, k, place, scale, deterministic))
+        library = dense.choose(q, backend)
+        results = dense.forward(library, q, k, v, _call(q, k, place, scale, deterministic))
     out.copy_(results[0])
     lse.copy_(results[1])
 
@@ -89,14 +94,14 @@ def _allocate_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: An
 def _write_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
     *place, scale, deterministic, backend, dq, dk, dv = rest
     results: tuple[Tensor, ...]
-    if _dispatch.runs_reference(backend, q.device):
+    if lookup.runs_reference(backend, q.device):
         results = reference.dense_attention_backward(dout, q, k, v, out, lse, softmax_scale=scale, **_starts(place))
     elif _is_empty(q, k, place):
         results = tuple(torch.zeros_like(part) for part in (q, k, v))
     else:
-        library = _dense_libraries.choose(q, backend)
+        library = dense.choose(q, backend)
         call = _call(q, k, place, scale, deterministic)
-        results = _dense_libraries.backward(library, dout, q, k, v, out, lse, call)
+        results = dense.backward(library, dout, q, k, v, out, lse, call)
     for destination, result in zip((dq, dk, dv), results, strict=True):
         destination.copy_(result)
 
@@ -109,13 +114,13 @@ def _is_empty(q: Tensor, k: Tensor, place: list[Any]) -> bool:
     return q.numel() == 0 or k.numel() == 0 or (place[0] is not None and place[0].shape[0] == 1)
 
 
-def _call(q: Tensor, k: Tensor, place: list[Any], scale: float, deterministic: bool) -> _dense_libraries.Call:
+def _call(q: Tensor, k: Tensor, place: list[Any], scale: float, deterministic: bool) -> dense.Call:
     starts_q, starts_k, longest_q, longest_k = place
     if starts_q is None:
-        starts_q = _dispatch.one_sequence(q.shape[0], q.device)
+        starts_q = places.one_sequence(q.shape[0], q.device)
     if starts_k is None:
-        starts_k = _dispatch.one_sequence(k.shape[0], k.device)
-    return _dense_libraries.Call(starts_q, starts_k, longest_q, longest_k, scale, deterministic)
+        starts_k = places.one_sequence(k.shape[0], k.device)
+    return dense.Call(starts_q, starts_k, longest_q, longest_k, scale, deterministic)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -128,21 +133,21 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     q, k, v, out, lse, *starts = ctx.saved_tensors
     if dout is None:
         return ()
-    return _GRADIENTS.functional(_training.unit_last_stride(dout), q, k, v, out, lse, *starts, *ctx.rest)
+    return _GRADIENTS.functional(autograd.unit_last_stride(dout), q, k, v, out, lse, *starts, *ctx.rest)
 
 
 _REST = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
     "bool deterministic, str backend"
 )
-_OPERATOR = _library.define(
+_OPERATOR = registration.define(
     "dense_attention", f"Tensor q, Tensor k, Tensor v, {_REST}", ("out", "lse"), allocate_attention, _write
 )
-_GRADIENTS = _library.define(
+_GRADIENTS = registration.define(
     "dense_attention_backward",
     f"Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_REST}",
     ("dq", "dk", "dv"),
     _allocate_gradients,
     _write_gradients,
 )
-_training.register(_OPERATOR, _setup, _backward)
+autograd.register(_OPERATOR, _setup, _backward)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _shard, _training, _validate, _where
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import Schedule
-from msa_tiles.ops.sparse_attention_backward import schedule_parts, workspace_bytes
+from msa_tiles.call import contents, validate
+from msa_tiles.call.schedule import Schedule, schedule_parts
+from msa_tiles.call.where import ARGUMENTS, Where
+from msa_tiles.launch import kl, lookup, places, shards, workspaces
+from msa_tiles.library import autograd, registration
 
 
 def index_kl(
@@ -58,25 +59,26 @@ def index_kl(
     ``workspace`` bounds the memory of partial results in bytes (default: 1 GiB). ``deterministic`` calls repeat bit for
     bit; None follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` all but lse are cast.
     """
-    q, k, idx_q, idx_k = _training.autocast(q, k, idx_q, idx_k)
+    q, k, idx_q, idx_k = autograd.autocast(q, k, idx_q, idx_k)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     if page_table is not None:
-        _validate.refuse("page_table", "a tensor", "None: the indexer is trained on flat keys")
+        validate.refuse("page_table", "a tensor", "None: the indexer is trained on flat keys")
     _validate_tensors(q, k, lse, idx_q, idx_k, token_weights)
     total_q, num_kv_heads = q.shape[0], k.shape[1]
-    _validate.integer("block_size", block_size, 1)
-    _validate.backend(backend, q.device)
+    validate.integer("block_size", block_size, 1)
+    validate.backend(backend, q.device)
     parts: tuple[Any, ...] = (None, None, None, 0)
     if block_indices is not None:
-        _validate.int32("block_indices", block_indices, [num_kv_heads, total_q, None], "[Hkv, T, k]", q, "q")
+        validate.int32("block_indices", block_indices, [num_kv_heads, total_q, None], "[Hkv, T, k]", q, "q")
         parts = schedule_parts(schedule, block_indices, block_size, where, k.shape[0])
     elif schedule is not None:
-        _validate.refuse("schedule", "a schedule without block_indices", "None: the whole prefix needs none")
-    where.validate(total_q, q, "q", k, check)
+        validate.refuse("schedule", "a schedule without block_indices", "None: the whole prefix needs none")
+    where.validate(total_q, q, "q", k)
     if check:
-        _shard.check_offsets(where, block_size, backend, q.device)
+        contents.check_where(where, total_q, k)
+        shards.check_offsets(where, block_size, backend, q.device)
         if block_indices is not None:
-            _contents.check_block_indices(block_indices, where, block_size, k)
+            contents.check_block_indices(block_indices, where, block_size, k)
     loss, _, _ = _OPERATOR.functional(
         q.detach(),
         k.detach(),
@@ -86,13 +88,13 @@ def index_kl(
         block_indices,
         *where.arguments(),
         block_size,
-        _validate.softmax_scale(softmax_scale, q.shape[2]),
-        _validate.softmax_scale(index_scale, idx_q.shape[2], "index_scale"),
+        validate.softmax_scale(softmax_scale, q.shape[2]),
+        validate.softmax_scale(index_scale, idx_q.shape[2], "index_scale"),
         None if token_weights is None else token_weights.detach(),
         *parts,
-        workspace_bytes(workspace),
-        _training.records(idx_q, idx_k),
-        _training.deterministic(deterministic),
+        workspaces.workspace_bytes(workspace),
+        autograd.records(idx_q, idx_k),
+        autograd.deterministic(deterministic),
         backend,
     )
     return loss
@@ -101,29 +103,29 @@ def index_kl(
 def _validate_tensors(
     q: Tensor, k: Tensor, lse: Tensor, idx_q: Tensor, idx_k: Tensor, token_weights: Tensor | None
 ) -> None:
-    total_q, num_q_heads, head_dim = _validate.floating("q", q, "[T, Hq, D]").shape
-    total_k, num_kv_heads, key_dim = _validate.floating("k", k, "[Tk, Hkv, D]", q, "q").shape
+    total_q, num_q_heads, head_dim = validate.floating("q", q, "[T, Hq, D]").shape
+    total_k, num_kv_heads, key_dim = validate.floating("k", k, "[Tk, Hkv, D]", q, "q").shape
     if head_dim == 0:
-        _validate.refuse("q", "head dim 0", "at least 1")
+        validate.refuse("q", "head dim 0", "at least 1")
     if key_dim != head_dim:
-        _validate.refuse("k", f"head dim {key_dim}", f"{head_dim} like q")
+        validate.refuse("k", f"head dim {key_dim}", f"{head_dim} like q")
     if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
-        _validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
-    _validate.float32("lse", lse, [total_q, num_q_heads], "[T, Hq]", q, "q")
-    idx_tokens, num_index_heads, index_dim = _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q").shape
+        validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
+    validate.float32("lse", lse, [total_q, num_q_heads], "[T, Hq]", q, "q")
+    idx_tokens, num_index_heads, index_dim = validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q").shape
     if idx_tokens != total_q:
-        _validate.refuse("idx_q", f"{idx_tokens} tokens", f"{total_q} like q")
+        validate.refuse("idx_q", f"{idx_tokens} tokens", f"{total_q} like q")
     if num_index_heads != num_kv_heads:
-        _validate.refuse("idx_q", f"{num_index_heads} index heads", f"the {num_kv_heads} KV heads of k, one for each")
+        validate.refuse("idx_q", f"{num_index_heads} index heads", f"the {num_kv_heads} KV heads of k, one for each")
     if index_dim == 0:
-        _validate.refuse("idx_q", "index dim 0", "at least 1")
-    _validate.floating("idx_k", idx_k, "[Tk, Di]", q, "q")
+        validate.refuse("idx_q", "index dim 0", "at least 1")
+    validate.floating("idx_k", idx_k, "[Tk, Di]", q, "q")
     if tuple(idx_k.shape) != (total_k, index_dim):
-        came, wanted = _validate.shape_text(idx_k.shape), _validate.shape_text((total_k, index_dim))
-        _validate.refuse("idx_k", f"shape {came}", f"{wanted}: the tokens of k, the index dim of idx_q")
+        came, wanted = validate.shape_text(idx_k.shape), validate.shape_text((total_k, index_dim))
+        validate.refuse("idx_k", f"shape {came}", f"{wanted}: the tokens of k, the index dim of idx_q")
     if token_weights is not None:
-        _validate.float32("token_weights", token_weights, [total_q], "[T]", q, "q")
-        _validate.dense("token_weights", token_weights)
+        validate.float32("token_weights", token_weights, [total_q], "[T]", q, "q")
+        validate.dense("token_weights", token_weights)
 
 
 def _allocate(q: Tensor, k: Tensor, lse: Tensor, idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -146,7 +148,7 @@ def _write(
     where, options = Where(*rest[:8]), rest[8:]
     block_size, scale, index_scale, token_weights, edges, tasks, counts, window, bound, *options_behind = options
     gradients, deterministic, backend, loss, d_idx_q, d_idx_k = options_behind
-    if _dispatch.runs_reference(backend, q.device):
+    if lookup.runs_reference(backend, q.device):
         made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None
         results = reference.index_kl(
             q,
@@ -168,11 +170,11 @@ def _write(
                 destination.copy_(result)
         return
     topk = {} if block_indices is None else {"topk": block_indices.shape[2]}
-    facts = _dispatch.call_facts(
+    facts = lookup.call_facts(
         "index_kl",
         where,
         q.device,
-        _dispatch.PRECISIONS[q.dtype],
+        lookup.PRECISIONS[q.dtype],
         {
             "head_dim": q.shape[2],
             "index_dim": idx_q.shape[2],
@@ -181,18 +183,18 @@ def _write(
             "prefix": int(block_indices is None),
         },
         (q, k, idx_q, idx_k),
-        _dispatch.broken_rules("index_kl", **topk),
+        lookup.broken_rules("index_kl", **topk),
         queries=q.shape[0],
     )
-    # A missing kernel is refused here, before anything is imported that launches one.
-    _dispatch.find_kernel(facts, backend)
+    # A missing kernel is refused whatever the sizes are.
+    lookup.find_kernel(facts, backend)
     nothing_selected = block_indices is not None and block_indices.numel() == 0
     longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
     if nothing_selected or 0 in (q.numel(), k.numel(), where.num_requests, longest_k):
         for destination in (loss, d_idx_q, d_idx_k):
             destination.zero_()
         return
-    _dispatch.training_kernels().index_kl(
+    kl.index_kl(
         facts,
         backend,
         q,
@@ -201,7 +203,7 @@ def _write(
         idx_q,
         idx_k,
         block_indices,
-        _dispatch.place(where, q.shape[0], k.shape[0], block_size, q.device),
+        places.place(where, q.shape[0], k.shape[0], block_size, q.device),
         block_size=block_size,
         softmax_scale=scale,
         index_scale=index_scale,
@@ -234,13 +236,13 @@ def _backward(ctx: Any, dloss: Tensor | None, *nothing: Tensor | None) -> tuple[
 
 # Where `gradients` stands among the arguments of the operator.
 _GRADIENTS = 23
-_OPERATOR = _library.define(
+_OPERATOR = registration.define(
     "index_kl",
-    f"Tensor q, Tensor k, Tensor lse, Tensor idx_q, Tensor idx_k, Tensor? block_indices, {_where.ARGUMENTS}, "
+    f"Tensor q, Tensor k, Tensor lse, Tensor idx_q, Tensor idx_k, Tensor? block_indices, {ARGUMENTS}, "
     "SymInt block_size, float softmax_scale, float index_scale, Tensor? token_weights, Tensor? edges, Tensor? tasks, "
     "Tensor? counts, SymInt window, SymInt workspace_bytes, bool gradients, bool deterministic, str backend",
     ("loss", "d_idx_q", "d_idx_k"),
     _allocate,
-    _shard.divergence(_write),
+    shards.divergence(_write),
 )
-_training.register(_OPERATOR, _setup, _backward)
+autograd.register(_OPERATOR, _setup, _backward)

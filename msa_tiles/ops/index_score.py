@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _scales, _shard, _validate, _where
-from msa_tiles.ops._where import Where
+from msa_tiles.call import contents, validate
+from msa_tiles.call.scales import indexer
+from msa_tiles.call.where import ARGUMENTS, Where, page_size
+from msa_tiles.launch import lookup, places, shards
+from msa_tiles.library import registration
 from msa_tiles.quant import QuantizedTensor
 
 # Places in the arguments of `SCHEMA`, counted from the end.
@@ -75,21 +78,23 @@ def score_arguments(
     backend: str,
 ) -> tuple[Any, ...]:
     """Validate a call that scores blocks; the arguments of `SCHEMA`."""
-    call = _scales.indexer(idx_q, q_scale, idx_k, k_scale, where.page_table is not None)
+    call = indexer(idx_q, q_scale, idx_k, k_scale, where.page_table is not None)
     idx_q, idx_k, q_scale, k_scale = call
-    _validate.integer("block_size", block_size, 1)
-    _validate.boolean("causal", causal)
-    _validate.one_of("layout", layout, _validate.LAYOUTS)
-    _validate.backend(backend, idx_q.device)
+    validate.integer("block_size", block_size, 1)
+    validate.boolean("causal", causal)
+    validate.one_of("layout", layout, validate.LAYOUTS)
+    validate.backend(backend, idx_q.device)
     if where.page_table is not None:
-        _where.page_size("idx_k", idx_k, block_size)
-    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
+        page_size("idx_k", idx_k, block_size)
+    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k)
+    if check:
+        contents.check_where(where, idx_q.shape[0], idx_k)
     token_major = layout == "token_major"
     num_blocks = _width(idx_q, idx_k, where, block_size, token_major, out)
     if check:
-        _shard.check_offsets(where, block_size, backend, idx_q.device)
-        _contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
-        _contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
+        shards.check_offsets(where, block_size, backend, idx_q.device)
+        contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
+        contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
     return (idx_q, idx_k, *where.arguments(), block_size, causal, token_major, num_blocks, q_scale, k_scale, backend)
 
 
@@ -102,7 +107,7 @@ def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_ma
     )
     if bound is None:
         if where.k_offset is not None and out is None:
-            _validate.refuse("max_seqlen_k", "None with k_offset", "a bound of k_offset plus the keys of a request")
+            validate.refuse("max_seqlen_k", "None with k_offset", "a bound of k_offset plus the keys of a request")
         bound = idx_k.shape[0] if where.page_table is None else where.page_table.shape[1] * idx_k.shape[-2]
     needed = -(-bound // block_size)
     if out is None:
@@ -111,9 +116,9 @@ def _width(idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, token_ma
     shape, dims = ([num_heads, total_q, None], "[Hi, T, NB]")
     if token_major:
         shape, dims = ([total_q, num_heads, None], "[T, Hi, NB]")
-    _validate.destination("out", out, shape, dims, torch.float32, idx_q, "idx_q")
+    validate.destination("out", out, shape, dims, torch.float32, idx_q, "idx_q")
     if known and out.shape[2] < needed:
-        _validate.refuse("out", f"{out.shape[2]} columns", f"at least {needed}, the blocks of {bound} keys")
+        validate.refuse("out", f"{out.shape[2]} columns", f"at least {needed}, the blocks of {bound} keys")
     return out.shape[2]
 
 
@@ -132,7 +137,7 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
     *place, block_size, causal, token_major, num_blocks, q_scale, k_scale, backend, out = rest
     where = Where(*place)
     score = out.transpose(0, 1) if token_major else out
-    if _dispatch.runs_reference(backend, idx_q.device):
+    if lookup.runs_reference(backend, idx_q.device):
         score.copy_(
             reference.index_score(
                 idx_q,
@@ -146,21 +151,21 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
             )
         )
         return
-    facts = _dispatch.call_facts(
+    facts = lookup.call_facts(
         op,
         where,
         idx_q.device,
-        _dispatch.PRECISIONS[idx_q.dtype],
+        lookup.PRECISIONS[idx_q.dtype],
         {
             "head_dim": idx_q.shape[2],
             "block_size": block_size,
-            "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
+            "pages_per_block": lookup.pages_per_block(where, idx_k, block_size),
         },
         (idx_q, idx_k),
-        _dispatch.broken_rules(op, num_index_heads=idx_q.shape[1]) + _dispatch.oversized_table(where, block_size),
+        lookup.broken_rules(op, num_index_heads=idx_q.shape[1]) + lookup.oversized_table(where, block_size),
         queries=idx_q.shape[0],
     )
-    kernel = _dispatch.find_kernel(facts, backend)
+    kernel = lookup.find_kernel(facts, backend)
     if score.numel() == 0:
         return
     if idx_k.numel() == 0 or where.num_requests == 0:
@@ -172,7 +177,7 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
 def _launch(
     kernel: Any, idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, causal: bool, score: Tensor
 ) -> None:
-    at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
+    at = places.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
     kernel(
         idx_q,
         idx_k,
@@ -189,13 +194,13 @@ def _launch(
 
 
 SCHEMA = (
-    f"Tensor idx_q, Tensor idx_k, {_where.ARGUMENTS}, SymInt block_size, bool causal, bool token_major, "
+    f"Tensor idx_q, Tensor idx_k, {ARGUMENTS}, SymInt block_size, bool causal, bool token_major, "
     "SymInt num_blocks, Tensor? q_scale, Tensor? k_scale, str backend"
 )
-_OPERATOR = _library.define(
+_OPERATOR = registration.define(
     "index_score",
     SCHEMA,
     ("out",),
     allocate_scores,
-    _shard.scores(functools.partial(write_scores, "index_score", _launch)),
+    shards.scores(functools.partial(write_scores, "index_score", _launch)),
 )

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from msa_tiles.ops import _training, _validate
-from msa_tiles.ops._where import Where
+from msa_tiles.call import validate
+from msa_tiles.call.attention import attention_tensors, same_rows
+from msa_tiles.call.where import Where
+from msa_tiles.library import autograd
 from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.select_blocks import select_blocks
-from msa_tiles.ops.sparse_attention import attention_tensors, same_rows, sparse_attention
+from msa_tiles.ops.sparse_attention import sparse_attention
 
 
 def msa_attention(
@@ -54,7 +56,7 @@ def msa_attention(
     the same blocks, for the selection is deterministic. The other arguments are those of the three operators. Under
     ``torch.autocast`` the five tensors are cast.
     """
-    q, k, v, idx_q, idx_k = _training.autocast(q, k, v, idx_q, idx_k)
+    q, k, v, idx_q, idx_k = autograd.autocast(q, k, v, idx_q, idx_k)
     where: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -66,22 +68,22 @@ def msa_attention(
         "k_offset": k_offset,
     }
     attention_tensors(q, k, v, Where(*where.values()), block_size)
-    _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
+    validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     if idx_q.shape[0] != q.shape[0]:
-        _validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
+        validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
     same_rows(idx_k, k, page_table is not None)
     # What a call without the loss does not need is an argument all the same.
-    _validate.softmax_scale(index_scale, 1, "index_scale")
+    validate.softmax_scale(index_scale, 1, "index_scale")
     if token_weights is not None:
-        _validate.float32("token_weights", token_weights, [q.shape[0]], "[T]", q, "q")
+        validate.float32("token_weights", token_weights, [q.shape[0]], "[T]", q, "q")
     for name, flag in (
         ("return_lse", return_lse),
         ("return_kl", return_kl),
         ("return_block_indices", return_block_indices),
     ):
-        _validate.boolean(name, flag)
+        validate.boolean(name, flag)
     if workspace is not None:
-        _validate.integer("workspace", workspace, 1)
+        validate.integer("workspace", workspace, 1)
     where |= {"block_size": block_size}
     selected = select_blocks(
         idx_q.detach(),

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _decode_kernels, _dispatch, _library, _remember, _validate, _where
-from msa_tiles.ops._where import Where
+from msa_tiles.call import validate
+from msa_tiles.call.attention import attention_tensors, same_rows
+from msa_tiles.call.selection import selection
+from msa_tiles.call.where import ARGUMENTS, Where
+from msa_tiles.launch import decode, lookup, workspaces
+from msa_tiles.library import registration, remember
 from msa_tiles.ops.index_score import NUM_BLOCKS, score_arguments
-from msa_tiles.ops.sparse_attention import allocate_attention, attention_tensors, destinations, same_rows
-from msa_tiles.ops.topk_select import allocate_ids, selection
+from msa_tiles.ops.sparse_attention import allocate_attention, destinations
+from msa_tiles.ops.topk_select import allocate_ids
 
 
 def msa_decode(
@@ -57,17 +61,17 @@ def msa_decode(
     if not (check or workspace is None or out is None or lse is None or block_indices is None):
         tensors = (q, k, v, idx_q, idx_k, *where.tensors(), workspace, out, lse, block_indices)
         scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
-        call = _remember.signature(tensors, scalars)
+        call = remember.signature(tensors, scalars)
         step = _SEEN.get(call)
         if step is not None:
             step(q, k, v, idx_q, idx_k, where, workspace, out, lse, block_indices)
-            _library.written(tensors[-4:])
+            registration.written(tensors[-4:])
             return (out, lse) if return_lse else out
     score = score_arguments(idx_q, idx_k, where, check, block_size, True, "head_major", None, None, None, backend)
     attention_tensors(q, k, v, where, block_size)
-    _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
+    validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     if idx_q.shape[0] != q.shape[0]:
-        _validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
+        validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
     same_rows(idx_k, k, page_table is not None)
     num_kv_heads = k.shape[1]
     selection("idx_q", idx_q.shape[1], topk, num_kv_heads, block_size, init_blocks, local_blocks, "ascending")
@@ -82,7 +86,7 @@ def msa_decode(
         block_size,
         init_blocks,
         local_blocks,
-        _validate.softmax_scale(softmax_scale, q.shape[2]),
+        validate.softmax_scale(softmax_scale, q.shape[2]),
         score[NUM_BLOCKS],
         backend,
     )
@@ -90,15 +94,15 @@ def msa_decode(
         out, lse, _ = _OPERATOR.functional(*arguments)
         return (out, lse) if return_lse else out
     if workspace is not None:
-        _validate.scratch("workspace", workspace, q, "q")
+        validate.scratch("workspace", workspace, q, "q")
     out, lse = destinations(q, out, lse)
     if block_indices is None:
         block_indices = allocate_ids(q, num_kv_heads, q.shape[0], topk)
     else:
         shape = [num_kv_heads, q.shape[0], topk]
-        _validate.destination("block_indices", block_indices, shape, "[Hkv, T, topk]", torch.int32, q, "q")
+        validate.destination("block_indices", block_indices, shape, "[Hkv, T, topk]", torch.int32, q, "q")
     _OPERATOR.mutating(*arguments, out, lse, block_indices, workspace)
-    on_kernels = not _dispatch.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[NUM_BLOCKS])
+    on_kernels = not lookup.runs_reference(backend, q.device) and not _empty(q, k, idx_q, where, score[NUM_BLOCKS])
     if call is not None and on_kernels:
         _SEEN.keep(call, _prepare(*arguments))
     return (out, lse) if return_lse else out
@@ -118,16 +122,16 @@ def decode_workspace_bytes(
     For `sparse_decode` q [T, Hq, D] is enough; for `msa_decode` also ``idx_q`` [T, Hi, Di] and ``max_seqlen_k``, the
     bound that the call gives (without one: the rows of flat keys, or max_pages times the page size).
     """
-    _validate.floating("q", q, "[T, Hq, D]")
-    _validate.integer("topk", topk, 1)
-    _validate.integer("num_kv_heads", num_kv_heads, 1)
-    _validate.integer("max_seqlen_k", max_seqlen_k, 0)
-    _validate.integer("block_size", block_size, 1)
+    validate.floating("q", q, "[T, Hq, D]")
+    validate.integer("topk", topk, 1)
+    validate.integer("num_kv_heads", num_kv_heads, 1)
+    validate.integer("max_seqlen_k", max_seqlen_k, 0)
+    validate.integer("block_size", block_size, 1)
     if q.device.type != "cuda" or q.numel() == 0:
         return 0
-    like = q if idx_q is None else _validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
+    like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
     num_blocks = 0 if idx_q is None else -(-max_seqlen_k // block_size)
-    return sum(_decode_kernels.step_bytes(q, like, topk, num_kv_heads, num_blocks))
+    return sum(decode.step_bytes(q, like, topk, num_kv_heads, num_blocks))
 
 
 def _allocate(
@@ -142,8 +146,8 @@ def _write(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: 
     where = Where(*place)
     workspace = scratch[0] if scratch else None
     if workspace is not None:
-        _dispatch.check_alignment("workspace", workspace)
-    if _dispatch.runs_reference(backend, q.device):
+        workspaces.check_alignment("workspace", workspace)
+    if lookup.runs_reference(backend, q.device):
         chosen = reference.select_blocks(
             idx_q,
             idx_k,
@@ -175,31 +179,29 @@ def _empty(q: Tensor, k: Tensor, idx_q: Tensor, where: Where, num_blocks: int) -
     return num_blocks == 0 or where.num_requests == 0 or 0 in (q.numel(), k.numel(), idx_q.numel())
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any
-) -> _decode_kernels.Step:
+def _prepare(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> decode.Step:
     """The kernels of a validated call; the arguments of the schema."""
     block_size, init_blocks, local_blocks, scale, num_blocks, backend = rest[8:]
     where = Where(*rest[:8])
-    facts = _dispatch.call_facts(
+    facts = lookup.call_facts(
         "sparse_decode",
         where,
         q.device,
-        _dispatch.PRECISIONS[q.dtype],
+        lookup.PRECISIONS[q.dtype],
         {
             "head_dim": q.shape[2],
             "block_size": block_size,
             "group": q.shape[1] // k.shape[1],
-            "pages_per_block": _dispatch.pages_per_block(where, k, block_size),
+            "pages_per_block": lookup.pages_per_block(where, k, block_size),
             "scored_blocks": num_blocks,
         },
         (q, k, v, idx_q, idx_k),
-        _dispatch.broken_rules("decode_topk", topk=topk, max_blocks=num_blocks)
-        + _dispatch.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
-        + _dispatch.oversized_table(where, block_size),
+        lookup.broken_rules("decode_topk", topk=topk, max_blocks=num_blocks)
+        + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
+        + lookup.oversized_table(where, block_size),
         queries=q.shape[0],
     )
-    return _decode_kernels.prepare_step(
+    return decode.prepare_step(
         facts,
         backend,
         q,
@@ -213,10 +215,10 @@ def _prepare(
     )
 
 
-_SEEN: _remember.Remembered[_decode_kernels.Step] = _remember.Remembered()
-_OPERATOR = _library.define(
+_SEEN: remember.Remembered[decode.Step] = remember.Remembered()
+_OPERATOR = registration.define(
     "msa_decode",
-    f"Tensor q, Tensor k, Tensor v, Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt block_size, "
+    f"Tensor q, Tensor k, Tensor v, Tensor idx_q, Tensor idx_k, SymInt topk, {ARGUMENTS}, SymInt block_size, "
     "SymInt init_blocks, SymInt local_blocks, float softmax_scale, SymInt num_blocks, str backend",
     ("out", "lse", "block_indices"),
     _allocate,

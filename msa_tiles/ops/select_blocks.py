@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _remember, _scales, _shard, _validate, _where
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.topk_select import ORDERS, allocate_ids, selection
+from msa_tiles.call import contents, validate
+from msa_tiles.call.scales import Indexer, has_key_scales, indexer, kernel_scales
+from msa_tiles.call.selection import ORDERS, selection
+from msa_tiles.call.where import ARGUMENTS, Where, page_size
+from msa_tiles.launch import lookup, places, shards
+from msa_tiles.library import registration, remember
+from msa_tiles.ops.topk_select import allocate_ids
 from msa_tiles.quant import FP8, QuantizedTensor
 
 
@@ -63,22 +67,23 @@ def select_blocks(
             order,
             backend,
         )
-        call = _remember.signature(tensors, scalars)
+        call = remember.signature(tensors, scalars)
         launch = _SEEN.get(call)
         if launch is not None:
             launch(idx_q, idx_k, where, q_scale, k_scale, out)
-            _library.written((out,))
+            registration.written((out,))
             return out
-    idx_q, idx_k, q_scale, k_scale = _scales.indexer(idx_q, q_scale, idx_k, k_scale, page_table is not None)
+    idx_q, idx_k, q_scale, k_scale = indexer(idx_q, q_scale, idx_k, k_scale, page_table is not None)
     num_heads = idx_q.shape[1]
     num_kv_heads = selection("idx_q", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
-    _validate.backend(backend, idx_q.device)
+    validate.backend(backend, idx_q.device)
     if page_table is not None:
-        _where.page_size("idx_k", idx_k, block_size)
-    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k, check)
+        page_size("idx_k", idx_k, block_size)
+    where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k)
     if check:
-        _shard.check_offsets(where, block_size, backend, idx_q.device)
-        _contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
+        contents.check_where(where, idx_q.shape[0], idx_k)
+        shards.check_offsets(where, block_size, backend, idx_q.device)
+        contents.check_scales(where, idx_q, q_scale, idx_k, k_scale)
     arguments = (
         idx_q,
         idx_k,
@@ -96,7 +101,7 @@ def select_blocks(
     if out is None:
         return _OPERATOR.functional(*arguments)
     shape = [num_kv_heads, idx_q.shape[0], topk]
-    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, idx_q, "idx_q")
+    validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, idx_q, "idx_q")
     _OPERATOR.mutating(*arguments, out)
     if call is not None:
         _SEEN.keep(call, _prepare(*arguments, out))
@@ -125,9 +130,9 @@ class _Launch:
         k_scale: Tensor | None,
         out: Tensor,
     ) -> None:
-        at = _dispatch.place(where, idx_q.shape[0], idx_k.shape[0], self.block_size, idx_q.device)
-        call = _scales.Indexer(idx_q, idx_k, q_scale, k_scale)
-        scales = _scales.kernel_scales(call, self.heads_per_group, at.cu_seqlens_q)
+        at = places.place(where, idx_q.shape[0], idx_k.shape[0], self.block_size, idx_q.device)
+        call = Indexer(idx_q, idx_k, q_scale, k_scale)
+        scales = kernel_scales(call, self.heads_per_group, at.cu_seqlens_q)
         self.kernel(
             idx_q,
             idx_k,
@@ -149,7 +154,7 @@ def _prepare(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> _Launch | N
     """What runs the kernel of a validated call; None on the reference, and where a size is 0."""
     where, rest = Where(*rest[:8]), rest[8:]
     num_kv_heads, block_size, init_blocks, local_blocks, order, _, k_scale, backend, out = rest
-    if _dispatch.runs_reference(backend, idx_q.device):
+    if lookup.runs_reference(backend, idx_q.device):
         return None
     heads_per_group = idx_q.shape[1] // num_kv_heads
     variant = {
@@ -157,21 +162,21 @@ def _prepare(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> _Launch | N
         "block_size": block_size,
         "topk": topk,
         "heads_per_group": heads_per_group,
-        "pages_per_block": _dispatch.pages_per_block(where, idx_k, block_size),
+        "pages_per_block": lookup.pages_per_block(where, idx_k, block_size),
     }
     if idx_q.dtype == FP8:
-        variant["key_scales"] = int(_scales.has_key_scales(k_scale))
-    facts = _dispatch.call_facts(
+        variant["key_scales"] = int(has_key_scales(k_scale))
+    facts = lookup.call_facts(
         "select_blocks",
         where,
         idx_q.device,
-        _dispatch.PRECISIONS[idx_q.dtype],
+        lookup.PRECISIONS[idx_q.dtype],
         variant,
         (idx_q, idx_k),
-        _dispatch.oversized_table(where, block_size),
+        lookup.oversized_table(where, block_size),
         queries=idx_q.shape[0],
     )
-    kernel = _dispatch.find_kernel(facts, backend)
+    kernel = lookup.find_kernel(facts, backend)
     if out.numel() == 0 or idx_k.numel() == 0 or where.num_requests == 0:
         return None
     return _Launch(kernel, block_size, heads_per_group, (init_blocks, local_blocks, ORDERS[order]))
@@ -180,7 +185,7 @@ def _prepare(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> _Launch | N
 def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
     where = Where(*rest[:8])
     num_kv_heads, block_size, init_blocks, local_blocks, order, q_scale, k_scale, backend, out = rest[8:]
-    if _dispatch.runs_reference(backend, idx_q.device):
+    if lookup.runs_reference(backend, idx_q.device):
         out.copy_(
             reference.select_blocks(
                 idx_q,
@@ -204,12 +209,12 @@ def _write(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
         launch(idx_q, idx_k, where, q_scale, k_scale, out)
 
 
-_SEEN: _remember.Remembered[Callable[..., None]] = _remember.Remembered()
-_OPERATOR = _library.define(
+_SEEN: remember.Remembered[Callable[..., None]] = remember.Remembered()
+_OPERATOR = registration.define(
     "select_blocks",
-    f"Tensor idx_q, Tensor idx_k, SymInt topk, {_where.ARGUMENTS}, SymInt num_kv_heads, SymInt block_size, "
+    f"Tensor idx_q, Tensor idx_k, SymInt topk, {ARGUMENTS}, SymInt num_kv_heads, SymInt block_size, "
     "SymInt init_blocks, SymInt local_blocks, str order, Tensor? q_scale, Tensor? k_scale, str backend",
     ("out",),
     _allocate,
-    _shard.selection(_write),
+    shards.selection(_write),
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from msa_tiles.ops import _contents, _dispatch, _gradients, _shard, _training, _validate
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import Schedule
-from msa_tiles.ops.sparse_attention import attention_tensors
-
-_OPERATOR = _gradients.OPERATOR
+from msa_tiles import reference
+from msa_tiles.call import contents, validate
+from msa_tiles.call.attention import attention_tensors
+from msa_tiles.call.schedule import Schedule, schedule_parts
+from msa_tiles.call.where import ARGUMENTS, Where
+from msa_tiles.launch import backward, lookup, places, shards, workspaces
+from msa_tiles.library import autograd, registration
 
 
 def sparse_attention_backward(
@@ -52,18 +56,19 @@ def sparse_attention_backward(
     attention_tensors(q, k, v, where, block_size)
     total_q, num_q_heads, _ = q.shape
     for name, value in (("dout", dout), ("out", out)):
-        _validate.floating(name, value, "[T, Hq, D]", q, "q")
+        validate.floating(name, value, "[T, Hq, D]", q, "q")
         if value.shape != q.shape:
-            _validate.refuse(name, f"shape {_validate.shape_text(value.shape)}", f"{_validate.shape_text(q.shape)}")
-    _validate.float32("lse", lse, [total_q, num_q_heads], "[T, Hq]", q, "q")
+            validate.refuse(name, f"shape {validate.shape_text(value.shape)}", f"{validate.shape_text(q.shape)}")
+    validate.float32("lse", lse, [total_q, num_q_heads], "[T, Hq]", q, "q")
     if dlse is not None:
-        _validate.float32("dlse", dlse, [total_q, num_q_heads], "[T, Hq]", q, "q")
-    _validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
-    _validate.backend(backend, q.device)
-    where.validate(total_q, q, "q", k, check)
+        validate.float32("dlse", dlse, [total_q, num_q_heads], "[T, Hq]", q, "q")
+    validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
+    validate.backend(backend, q.device)
+    where.validate(total_q, q, "q", k)
     if check:
-        _shard.check_offsets(where, block_size, backend, q.device)
-        _contents.check_block_indices(block_indices, where, block_size, k)
+        contents.check_where(where, total_q, k)
+        shards.check_offsets(where, block_size, backend, q.device)
+        contents.check_block_indices(block_indices, where, block_size, k)
     return _OPERATOR.functional(
         dout,
         q,
@@ -75,29 +80,141 @@ def sparse_attention_backward(
         dlse,
         *where.arguments(),
         block_size,
-        _validate.softmax_scale(softmax_scale, q.shape[2]),
+        validate.softmax_scale(softmax_scale, q.shape[2]),
         *schedule_parts(schedule, block_indices, block_size, where, k.shape[0]),
-        workspace_bytes(workspace),
-        _training.deterministic(deterministic),
+        workspaces.workspace_bytes(workspace),
+        autograd.deterministic(deterministic),
         backend,
     )
 
 
-def schedule_parts(
-    schedule: Schedule | None, block_indices: Tensor, block_size: int, where: Where, total_k: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """A schedule as operators take it, checked against the call."""
-    if schedule is None:
-        return None, None, None, 0
-    if not isinstance(schedule, Schedule):
-        _validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
-    schedule.validate(block_indices, block_size, where, total_k)
-    return schedule.edges, schedule.tasks, schedule.counts, schedule.window
+def _allocate(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Uninitialised dq, dk and dv."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def workspace_bytes(value: int | None) -> int:
-    """The bound of partial results."""
-    if value is None:
-        return _dispatch.WORKSPACE_BYTES
-    _validate.integer("workspace", value, 1)
-    return value
+def _write(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    dlse: Tensor | None,
+    *rest: Any,
+) -> None:
+    """Fill dq, dk and dv, the last of the arguments."""
+    place, rest = rest[:8], rest[8:]
+    block_size, scale, edges, tasks, counts, window, workspace_bytes, deterministic, backend, *destinations = rest
+    where = Where(*place)
+    if lookup.runs_reference(backend, q.device):
+        made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None
+        results = reference.sparse_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            block_indices,
+            dlse=dlse,
+            block_size=block_size,
+            softmax_scale=scale,
+            schedule=made,
+            **where.flat_keywords(),
+        )
+        for destination, result in zip(destinations, results, strict=True):
+            destination.copy_(result)
+        return
+    facts = lookup.call_facts(
+        "sparse_attention_backward",
+        where,
+        q.device,
+        lookup.PRECISIONS[q.dtype],
+        {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
+        (dout, q, k, v, out),
+        lookup.broken_rules("sparse_attention_backward", topk=block_indices.shape[2]),
+        queries=q.shape[0],
+    )
+    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
+    # A missing kernel is refused whatever the sizes are.
+    lookup.find_kernel(facts, backend)
+    if 0 in (q.numel(), k.numel(), block_indices.numel(), where.num_requests, longest_k):
+        for destination in destinations:
+            destination.zero_()
+        return
+    backward.sparse_attention_backward(
+        facts,
+        backend,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        block_indices,
+        dlse,
+        places.place(where, q.shape[0], k.shape[0], block_size, q.device),
+        block_size=block_size,
+        softmax_scale=scale,
+        longest_k=longest_k,
+        schedule=None if edges is None else (edges, tasks, counts, window),
+        workspace_bytes=workspace_bytes,
+        deterministic=deterministic,
+        dq=destinations[0],
+        dk=destinations[1],
+        dv=destinations[2],
+    )
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward of ``msa_tiles::sparse_attention`` needs."""
+    q, k, v, block_indices, *rest = inputs
+    place, rest = Where(*rest[:8]), rest[8:]
+    block_size, scale, edges, tasks, counts, window, workspace_bytes, deterministic, backend = rest
+    ctx.save_for_backward(q, k, v, block_indices, *output, edges, tasks, counts, *place.tensors())
+    ctx.bounds = place.max_seqlen_q, place.max_seqlen_k
+    ctx.numbers = block_size, scale
+    ctx.choices = window, workspace_bytes, deterministic, backend
+
+
+def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for q, k and v."""
+    q, k, v, block_indices, out, lse, edges, tasks, counts, *tensors = ctx.saved_tensors
+    starts_q, starts_k, page_table, seqused_k, q_positions, k_offset = tensors
+    if page_table is not None:
+        validate.refuse("page_table", "paged keys in a call that is differentiated", "flat keys with cu_seqlens_k")
+    max_seqlen_q, max_seqlen_k = ctx.bounds
+    where = Where(starts_q, starts_k, None, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
+    dout = torch.zeros_like(out) if dout is None else autograd.unit_last_stride(dout)
+    window, workspace_bytes, deterministic, backend = ctx.choices
+    return _OPERATOR.functional(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        block_indices,
+        dlse,
+        *where.arguments(),
+        *ctx.numbers,
+        edges,
+        tasks,
+        counts,
+        window,
+        workspace_bytes,
+        deterministic,
+        backend,
+    )
+
+
+_SCHEMA = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor block_indices, Tensor? dlse, "
+    f"{ARGUMENTS}, SymInt block_size, float softmax_scale, Tensor? edges, Tensor? tasks, Tensor? counts, "
+    "SymInt window, SymInt workspace_bytes, bool deterministic, str backend"
+)
+_OPERATOR = registration.define(
+    "sparse_attention_backward", _SCHEMA, ("dq", "dk", "dv"), _allocate, shards.attention_backward(_write)
+)

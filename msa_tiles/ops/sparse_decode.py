@@ -6,9 +6,11 @@ import functools
 
 from torch import Tensor
 
-from msa_tiles.ops import _decode_kernels, _library, _remember, _shard, _validate
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import Schedule
+from msa_tiles.call import validate
+from msa_tiles.call.schedule import Schedule
+from msa_tiles.call.where import Where
+from msa_tiles.launch import decode, shards
+from msa_tiles.library import registration, remember
 from msa_tiles.ops.sparse_attention import (
     SCHEMA,
     Launch,
@@ -57,7 +59,7 @@ def sparse_decode(
     nothing. It never synchronises; the grid depends on shapes alone, so that a captured graph serves other lengths.
     """
     if schedule is not None:
-        _validate.refuse("schedule", "a Schedule", "None: decoding walks block_indices themselves")
+        validate.refuse("schedule", "a Schedule", "None: decoding walks block_indices themselves")
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     scales = (q_scale, k_scale, v_scale)
     call = None
@@ -75,13 +77,13 @@ def sparse_decode(
     return result
 
 
-_SEEN: _remember.Remembered[Launch] = _remember.Remembered()
-_PREPARE = functools.partial(prepare_attention, "sparse_decode", {"scored_blocks": 0}, _decode_kernels.prepare)
-_OPERATOR = _library.define(
+_SEEN: remember.Remembered[Launch] = remember.Remembered()
+_PREPARE = functools.partial(prepare_attention, "sparse_decode", {"scored_blocks": 0}, decode.prepare)
+_OPERATOR = registration.define(
     "sparse_decode",
     SCHEMA,
     ("out", "lse"),
     allocate_attention,
-    _shard.attention(functools.partial(write_attention, _PREPARE)),
+    shards.attention(functools.partial(write_attention, _PREPARE)),
     scratch="workspace",
 )

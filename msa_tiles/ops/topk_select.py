@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _contents, _dispatch, _library, _remember, _shard, _validate, _where
-from msa_tiles.ops._where import Where
+from msa_tiles.call import contents, validate
+from msa_tiles.call.selection import ORDERS, selection
+from msa_tiles.call.where import ARGUMENTS, Where
+from msa_tiles.launch import lookup, places, shards
+from msa_tiles.library import registration, remember
 
 # Where num_kv_heads stands among the arguments of `SCHEMA`.
 NUM_KV_HEADS = 10
-
-# The numbers by which kernels know the orders.
-ORDERS = {"ascending": 0, "score": 1, "local_last": 2}
 
 
 def topk_select(
@@ -61,9 +61,9 @@ def topk_select(
 
 
 def call_topk(
-    operator: _library.OperatorPair,
+    operator: registration.OperatorPair,
     prepare: Callable[..., Ranking | None],
-    seen: _remember.Remembered[Ranking],
+    seen: remember.Remembered[Ranking],
     score: Tensor,
     topk: int,
     where: Where,
@@ -86,11 +86,11 @@ def call_topk(
             topk, where.max_seqlen_q, where.max_seqlen_k, num_kv_heads, count, block_size, init_blocks, local_blocks,
             order, layout, backend,
         )  # fmt: skip
-        call = _remember.signature((score, *where.tensors(), counts, out), scalars)
+        call = remember.signature((score, *where.tensors(), counts, out), scalars)
         launch = seen.get(call)
         if launch is not None:
             launch(score.transpose(0, 1) if layout == "token_major" else score, where, counts, out)
-            _library.written((out,))
+            registration.written((out,))
             return out
     arguments = topk_arguments(
         score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks, local_blocks, order, layout,
@@ -99,7 +99,7 @@ def call_topk(
     if out is None:
         return operator.functional(*arguments)
     shape = [arguments[NUM_KV_HEADS], arguments[0].shape[1], topk]
-    _validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, score, "score")
+    validate.destination("out", out, shape, "[Hkv, T, topk]", torch.int32, score, "score")
     operator.mutating(*arguments, out)
     if call is not None:
         seen.keep(call, prepare(*arguments, out))
@@ -122,27 +122,29 @@ def topk_arguments(
 ) -> tuple[Any, ...]:
     """Validate a call that ranks scores; the arguments of `SCHEMA`."""
     layout_dims = "[T, Hi, NB]" if layout == "token_major" else "[Hi, T, NB]"
-    _validate.one_of("layout", layout, _validate.LAYOUTS)
-    _validate.floating("score", score, layout_dims)
+    validate.one_of("layout", layout, validate.LAYOUTS)
+    validate.floating("score", score, layout_dims)
     if layout == "token_major":
         score = score.transpose(0, 1)
     num_heads, total_q, width = score.shape
     num_kv_heads = selection("score", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
-    _validate.backend(backend, score.device)
-    where.validate(total_q, score, "score", None, check)
+    validate.backend(backend, score.device)
+    where.validate(total_q, score, "score", None)
+    if check:
+        contents.check_where(where, total_q, None)
     valid_tensor, valid_number = None, None
     if isinstance(num_valid_blocks, Tensor):
-        valid_tensor = _validate.int32("num_valid_blocks", num_valid_blocks, [total_q], "[T]", score, "score")
-        _validate.dense("num_valid_blocks", num_valid_blocks)
+        valid_tensor = validate.int32("num_valid_blocks", num_valid_blocks, [total_q], "[T]", score, "score")
+        validate.dense("num_valid_blocks", num_valid_blocks)
         if check:
-            _contents.check_valid_blocks("num_valid_blocks", num_valid_blocks, width)
+            contents.check_valid_blocks("num_valid_blocks", num_valid_blocks, width)
     elif num_valid_blocks is not None:
-        _validate.integer("num_valid_blocks", num_valid_blocks, 0)
+        validate.integer("num_valid_blocks", num_valid_blocks, 0)
         if num_valid_blocks > width:
-            _validate.refuse("num_valid_blocks", str(num_valid_blocks), f"at most the {width} columns of score")
+            validate.refuse("num_valid_blocks", str(num_valid_blocks), f"at most the {width} columns of score")
         valid_number = num_valid_blocks
     elif check:
-        _contents.check_score_width(width, where, total_q, block_size, score, None)
+        contents.check_score_width(width, where, total_q, block_size, score, None)
     return (
         score,
         topk,
@@ -156,32 +158,6 @@ def topk_arguments(
         order,
         backend,
     )
-
-
-def selection(
-    name: str,
-    num_heads: int,
-    topk: int,
-    num_kv_heads: int | None,
-    block_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    order: str,
-) -> int:
-    """Check the parameters of a selection over the ``num_heads`` index heads of ``name``; the number of KV heads."""
-    _validate.integer("topk", topk, 1)
-    _validate.integer("block_size", block_size, 1)
-    _validate.integer("init_blocks", init_blocks, 0)
-    _validate.integer("local_blocks", local_blocks, 0)
-    _validate.one_of("order", order, tuple(ORDERS))
-    if num_heads == 0:
-        _validate.refuse(name, "0 index heads", "at least 1")
-    if num_kv_heads is None:
-        return num_heads
-    _validate.integer("num_kv_heads", num_kv_heads, 1)
-    if num_heads % num_kv_heads != 0:
-        _validate.refuse("num_kv_heads", str(num_kv_heads), f"a divisor of the {num_heads} index heads of {name}")
-    return num_kv_heads
 
 
 def allocate_ids(like: Tensor, num_kv_heads: int, total_q: int, topk: int) -> Tensor:
@@ -204,7 +180,7 @@ class Ranking:
     lanes: tuple[int, ...]
 
     def __call__(self, score: Tensor, where: Where, num_valid: Tensor | None, out: Tensor) -> None:
-        at = _dispatch.place(where, score.shape[1], None, self.block_size, score.device)
+        at = places.place(where, score.shape[1], None, self.block_size, score.device)
         self.kernel(
             score,
             at.cu_seqlens_q,
@@ -234,12 +210,12 @@ def prepare_chosen(
     """
     where = Where(*rest[:8])
     _, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest[8:]
-    if _dispatch.runs_reference(backend, score.device):
+    if lookup.runs_reference(backend, score.device):
         return None
-    refusals = _dispatch.broken_rules(op, topk=topk, max_blocks=score.shape[2])
+    refusals = lookup.broken_rules(op, topk=topk, max_blocks=score.shape[2])
     if score.dtype != torch.float32:
         refusals = (f"score is {score.dtype}, wanted torch.float32", *refusals)
-    facts = _dispatch.call_facts(
+    facts = lookup.call_facts(
         op,
         # Positions play no part when the number of valid blocks is given, and pages never do.
         _positions_only(where, valid_tensor is not None or valid_number is not None),
@@ -249,7 +225,7 @@ def prepare_chosen(
         refusals=refusals,
         queries=score.shape[1],
     )
-    kernel = _dispatch.find_kernel(facts, backend)
+    kernel = lookup.find_kernel(facts, backend)
     if out.numel() == 0 or score.numel() == 0 or where.num_requests == 0:
         return None
     mode = 2 if valid_tensor is not None else int(valid_number is not None)
@@ -261,7 +237,7 @@ def write_chosen(prepare: Callable[..., Ranking | None], score: Tensor, topk: in
     """Fill the last argument: by the reference, or by what ``prepare`` finds for the call."""
     where = Where(*rest[:8])
     num_kv_heads, valid_tensor, valid_number, block_size, init_blocks, local_blocks, order, backend, out = rest[8:]
-    if _dispatch.runs_reference(backend, score.device):
+    if lookup.runs_reference(backend, score.device):
         out.copy_(
             reference.topk_select(
                 score,
@@ -295,17 +271,17 @@ def _positions_only(where: Where, counted: bool) -> Where:
 
 
 SCHEMA = (
-    f"Tensor score, SymInt topk, {_where.ARGUMENTS}, SymInt num_kv_heads, Tensor? num_valid_blocks, "
+    f"Tensor score, SymInt topk, {ARGUMENTS}, SymInt num_kv_heads, Tensor? num_valid_blocks, "
     "SymInt? num_valid_blocks_scalar, SymInt block_size, SymInt init_blocks, SymInt local_blocks, str order, "
     "str backend"
 )
-_SEEN: _remember.Remembered[Ranking] = _remember.Remembered()
+_SEEN: remember.Remembered[Ranking] = remember.Remembered()
 _PREPARE = functools.partial(
     prepare_chosen,
     "topk_select",
     lambda topk, width: {"topk": topk},
     lambda out: (_lanes_log2(out.shape[0] * out.shape[1]),),
 )
-_OPERATOR = _library.define(
-    "topk_select", SCHEMA, ("out",), allocate_chosen, _shard.ranking(functools.partial(write_chosen, _PREPARE))
+_OPERATOR = registration.define(
+    "topk_select", SCHEMA, ("out",), allocate_chosen, shards.ranking(functools.partial(write_chosen, _PREPARE))
 )

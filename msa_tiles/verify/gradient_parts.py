@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _backward_kernels, _dispatch
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import backward, lookup
 from msa_tiles.runtime import CallFacts
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case
@@ -85,11 +85,11 @@ class GradientRows:
         self.with_dlse = strided
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if _dispatch.runs_reference(self.backend, self.given.out.device):
+        if lookup.runs_reference(self.backend, self.given.out.device):
             return (self._wanted(),)
         facts = _facts("gradient_rows", self.case, self.given.out)
         dlse = self.given.dlse if self.with_dlse else None
-        return (_backward_kernels.gradient_rows(facts, self.backend, *self.given[:3], dlse),)
+        return (backward.gradient_rows(facts, self.backend, *self.given[:3], dlse),)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         return compare.numbers("rows", outputs[0], self._wanted(), self.case.tolerance["rows"])
@@ -105,11 +105,11 @@ class MergeGradients:
         self.case, self.backend, self.given = case, backend, random_parts(source, case.dims)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if _dispatch.runs_reference(self.backend, self.given.marks.device):
+        if lookup.runs_reference(self.backend, self.given.marks.device):
             return reference.merge_gradients(*self.given)
         facts = _facts("merge_gradients", self.case, self.given.partial_dq)
         given = self.given._replace(sums=self.given.sums.clone())
-        return _backward_kernels.merge_gradients(facts, self.backend, *given, self.case.dims["block_size"])
+        return backward.merge_gradients(facts, self.backend, *given, self.case.dims["block_size"])
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         wanted = reference.merge_gradients(*self.given)
@@ -121,7 +121,7 @@ class MergeGradients:
 
 
 def _facts(op: str, case: Case, tensor: Tensor) -> CallFacts:
-    return _dispatch.call_facts(op, Where.of(), tensor.device, "bf16", dict(case.point), queries=tensor.shape[0])
+    return lookup.call_facts(op, Where.of(), tensor.device, "bf16", dict(case.point), queries=tensor.shape[0])
 
 
 CHECKS: dict[str, Any] = {"gradient_rows": GradientRows, "merge_gradients": MergeGradients}

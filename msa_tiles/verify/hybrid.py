@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _attention_kernels, _dispatch
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup, places
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.inputs import Source, spread
@@ -23,12 +23,12 @@ _NOWHERE = {"page_table": None, "seqused_k": None, "q_positions": None, "k_offse
 @contextmanager
 def hybrid(on: bool, fill: int = 0) -> Iterator[None]:
     """Attention on CUDA takes the hybrid kernels, with at least ``fill`` shared blocks a tile if it can, or not."""
-    before = _attention_kernels.HYBRID, _attention_kernels.FILL
-    _attention_kernels.HYBRID, _attention_kernels.FILL = on, fill
+    before = attention.HYBRID, attention.FILL
+    attention.HYBRID, attention.FILL = on, fill
     try:
         yield
     finally:
-        _attention_kernels.HYBRID, _attention_kernels.FILL = before
+        attention.HYBRID, attention.FILL = before
 
 
 def defined_parts(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -58,14 +58,14 @@ class SplitSelection:
     def call(self) -> tuple[Tensor, ...]:
         where, device, total_q = Where(**{**_NOWHERE, **self.where}), self.ids.device, self.ids.shape[1]
         variant = {"block_size": self.block_size, "tile_tokens": self.tile_tokens}
-        facts = _dispatch.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
-        at = _dispatch.place(where, total_q, self.total_k, self.block_size, device)
+        facts = lookup.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
+        at = places.place(where, total_q, self.total_k, self.block_size, device)
         sizes = {"block_size": self.block_size, "tile_tokens": self.tile_tokens, "fill": self.fill}
-        return _attention_kernels.split_selection(facts, self.backend, self.ids, at, **sizes)
+        return attention.split_selection(facts, self.backend, self.ids, at, **sizes)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         nothing = self.ids.numel() == 0 or Where(**{**_NOWHERE, **self.where}).num_requests == 0
-        if nothing or _dispatch.runs_reference(self.backend, self.ids.device):
+        if nothing or lookup.runs_reference(self.backend, self.ids.device):
             return self._wanted()
         return defined_parts(self.call())
 

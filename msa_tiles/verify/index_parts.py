@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _attention_kernels, _dispatch, _kl_kernels
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, kl, lookup, places
 from msa_tiles.runtime import CallFacts
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case
@@ -68,16 +68,14 @@ class IndexGradients:
         self.given = random_parts(source, case.dims, self.lengths, heads)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if _dispatch.runs_reference(self.backend, self.given.present.device):
+        if lookup.runs_reference(self.backend, self.given.present.device):
             return reference.index_gradients(*self.given)
         facts = _facts("index_gradients", self.case, self.given.present.device)
         partial_dq, dk = self.given.partial_dq, self.given.dk.clone()
         dq = torch.full((len(partial_dq), *partial_dq.shape[2:]), torch.nan, device=dk.device)
         variant = dict(self.case.point)
-        kernel = _kl_kernels.kernel(facts, self.backend, "index_gradients", variant)
-        _kl_kernels.add_gradients(
-            kernel, *self.given[:5], self.lengths.cu_seqlens_k, dq, dk, window_index=0, first=True
-        )
+        kernel = kl.kernel(facts, self.backend, "index_gradients", variant)
+        kl.add_gradients(kernel, *self.given[:5], self.lengths.cu_seqlens_k, dq, dk, window_index=0, first=True)
         return dq, dk
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
@@ -109,23 +107,23 @@ class IndexLse:
         where, device, block_size = Where(**{**_NOWHERE, **self.where}), self.ids.device, self.case.dims["block_size"]
         total_q, topk = self.ids.shape[1:]
         nothing = self.ids.numel() == 0 or self.idx_k.numel() == 0 or where.num_requests == 0
-        if _dispatch.runs_reference(self.backend, device) or nothing:
+        if lookup.runs_reference(self.backend, device) or nothing:
             return (self._wanted(),)
         facts = _facts("index_lse", self.case, device)
-        at = _dispatch.place(where, total_q, self.idx_k.shape[0], block_size, device)
+        at = places.place(where, total_q, self.idx_k.shape[0], block_size, device)
         window = max(total_q // 2, 1)
-        made = _attention_kernels.allocate_schedule(
+        made = attention.allocate_schedule(
             self.ids, num_requests=where.num_requests, max_seqlen_k=None, block_size=block_size, window=window
         )
         edges, tasks, counts = made
-        _attention_kernels.build_schedule(
+        attention.build_schedule(
             facts, self.ids, at, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
         )
-        kernel = _kl_kernels.kernel(facts, self.backend, "index_lse", dict(self.case.point))
-        schedule = _kl_kernels.WindowSchedule(*made, window)
+        kernel = kl.kernel(facts, self.backend, "index_lse", dict(self.case.point))
+        schedule = kl.WindowSchedule(*made, window)
         scale = self.idx_q.shape[2] ** -0.5
         windows = made[0].shape[0]
-        lse = _kl_kernels.edge_lse(kernel, self.idx_q, self.idx_k, schedule, topk, scale, range(windows))
+        lse = kl.edge_lse(kernel, self.idx_q, self.idx_k, schedule, topk, scale, range(windows))
         return (lse,)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
@@ -139,7 +137,7 @@ class IndexLse:
 
 def _facts(op: str, case: Case, device: torch.device) -> CallFacts:
     where = Where(*[None] * 8)
-    return _dispatch.call_facts(op, where, device, "bf16", dict(case.point), queries=case.dims["total_q"])
+    return lookup.call_facts(op, where, device, "bf16", dict(case.point), queries=case.dims["total_q"])
 
 
 CHECKS: dict[str, Any] = {"index_gradients": IndexGradients, "index_lse": IndexLse}

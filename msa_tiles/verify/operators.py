@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import Schedule, build_on
+from msa_tiles.call.schedule import Schedule
+from msa_tiles.call.where import Where
+from msa_tiles.ops.build_schedule import build_on
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, training
 from msa_tiles.verify.attention import rounded_error

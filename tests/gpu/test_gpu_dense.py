@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.ops import _dense_libraries
+from msa_tiles.launch import dense
 from msa_tiles.runtime import NoKernelError
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def inputs(total_q: int, total_k: int, heads: int = 16, kv_heads: int = 2, dim: 
 
 def skip_without(library: str) -> None:
     q = torch.empty(1, 1, 128, dtype=torch.bfloat16, device=DEVICE)
-    if (reason := _dense_libraries._refusal(library, q)) is not None:
+    if (reason := dense._refusal(library, q)) is not None:
         pytest.skip(reason)
 
 
@@ -41,7 +41,7 @@ def gradients(dout: Tensor, *tensors: Tensor, **options) -> list[Tensor]:
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.parametrize("library", _dense_libraries.NAMES)
+@pytest.mark.parametrize("library", dense.NAMES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one"])
 @pytest.mark.parametrize("dim", [128, 64])
 def test_a_library_gives_what_the_reference_gives(library, packed, dim):
@@ -71,7 +71,7 @@ def test_a_library_gives_what_the_reference_gives(library, packed, dim):
     assert bool(unseen.any()) == bool(blind.any()) == packed
 
 
-@pytest.mark.parametrize("library", _dense_libraries.NAMES)
+@pytest.mark.parametrize("library", dense.NAMES)
 def test_deterministic_gradients_repeat(library):
     skip_without(library)
     q, k, v, dout = inputs(2000, 2000)

@@ -7,7 +7,7 @@ import torch
 from ops.decode_stand_ins import decode_kernels  # noqa: F401
 from ops.kernel_stand_ins import kernels  # noqa: F401
 
-from msa_tiles.ops import _remember
+from msa_tiles.library import remember
 
 torch.set_num_threads(1)
 
@@ -15,6 +15,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What is remembered of a test's calls are kernels of its own."""
-    _remember.forget_all()
+    remember.forget_all()
     yield
-    _remember.forget_all()
+    remember.forget_all()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from msa_tiles import paths, reference, runtime
-from msa_tiles.ops import _decode_kernels, _dispatch
+from msa_tiles.launch import decode, lookup
 
 SMS = 4
 LOG2_E = math.log2(math.e)
@@ -46,7 +46,7 @@ def where_of(given: Mapping[str, Any], pages_per_block: int = 0) -> dict[str, An
 
 def decode_score(variant: Mapping[str, int], **given: Any) -> None:
     """Writes the blocks that a request has, as the kernel does, and nothing else."""
-    assert given["num_ctas"] == SMS * _decode_kernels.SCORE_CTAS
+    assert given["num_ctas"] == SMS * decode.SCORE_CTAS
     out, starts = given["out"], given["cu_seqlens_q"].tolist()
     where = where_of(given, variant["pages_per_block"])
     score = reference.index_score(
@@ -142,7 +142,7 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
         return kernel
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_decode_kernels, "num_sms", lambda index: SMS)
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(decode, "num_sms", lambda index: SMS)
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
     return seen

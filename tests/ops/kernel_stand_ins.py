@@ -6,11 +6,11 @@ import types
 
 import pytest
 
-from msa_tiles import reference
-from msa_tiles.ops import _dispatch
+from msa_tiles import launch, reference
+from msa_tiles.launch import lookup, places
 
 
-def where_of(at: _dispatch.Place, block_size: int, pages_per_block: int = 0):
+def where_of(at: places.Place, block_size: int, pages_per_block: int = 0):
     """The reference's arguments for what a kernel is told, read as a kernel reads it."""
     where = {"cu_seqlens_q": at.cu_seqlens_q, "cu_seqlens_k": at.cu_seqlens_k}
     if at.use_seqused:
@@ -27,7 +27,7 @@ def where_of(at: _dispatch.Place, block_size: int, pages_per_block: int = 0):
 def index_score(
     variant, idx_q, idx_k, table, starts_q, starts_k, used, positions, out, use_seqused, use_positions, causal
 ):
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
+    at = places.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
     parameters = {"block_size": variant["block_size"], "causal": bool(causal), "num_blocks": out.shape[2]}
     where = where_of(at, variant["block_size"], variant["pages_per_block"])
     out.copy_(reference.index_score(idx_q, idx_k, **parameters, **where))
@@ -39,7 +39,7 @@ def topk_select(
 ):  # fmt: skip
     assert 0 <= lanes_log2 <= 5
     valid = {0: None, 1: scalar, 2: num_valid}[mode]
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, starts_q[None], positions, use_positions)
+    at = places.Place(starts_q, starts_k, used, use_seqused, starts_q[None], positions, use_positions)
     names = {"block_size": block_size, "init_blocks": init, "local_blocks": local, "num_valid_blocks": valid}
     heads = out.shape[0]
     order = ("ascending", "score", "local_last")[order]
@@ -63,7 +63,7 @@ def select_blocks(
     local,
     order,
 ):
-    at = _dispatch.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
+    at = places.Place(starts_q, starts_k, used, use_seqused, table, positions, use_positions)
     names = {"block_size": variant["block_size"], "init_blocks": init, "local_blocks": local}
     heads = idx_q.shape[1] // variant["heads_per_group"]
     order = ("ascending", "score", "local_last")[order]
@@ -84,7 +84,7 @@ class Attention(types.ModuleType):
         workspace_bytes, out,
     ):  # fmt: skip
         def launch(q, k, v, ids, where, schedule, workspace, out, lse):
-            at = _dispatch.place(where, q.shape[0], k.shape[0], block_size, q.device)
+            at = places.place(where, q.shape[0], k.shape[0], block_size, q.device)
             assert len(at.cu_seqlens_q) == num_requests + 1
             assert (at.seqused_k if at.use_seqused else at.cu_seqlens_k.diff()).max() <= longest_k
             where = where_of(at, block_size, facts.variant["pages_per_block"])
@@ -118,7 +118,8 @@ def kernels(monkeypatch):
         stand_in = STAND_INS.get(facts.op)
         return lambda *args: stand_in(facts.variant, *args)
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
-    monkeypatch.setattr(_dispatch, "attention_kernels", lambda: attention)
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
+    for name in ("build_schedule", "prepare", "combine"):
+        monkeypatch.setattr(launch.attention, name, getattr(attention, name))
     return types.SimpleNamespace(found=found, attention=attention)

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from msa_tiles.ops import _backward_kernels
-from msa_tiles.ops._attention_kernels import CHUNK
+from msa_tiles.launch import backward
+from msa_tiles.launch.attention import CHUNK
 
 BLOCK = 64
 
@@ -36,7 +36,7 @@ def test_tasks_are_taken_together(most):
     sizes = [[1, 128, 129, 600, 0, 3], [1025, 7, 256, 257, 0, 90], [0, 0, 0, 0, 0, 0]]
     total_k = len(sizes[0]) * BLOCK
     tasks, counts = schedule(sizes)
-    made, made_counts = _backward_kernels.group_tasks(tasks, counts, total_k, BLOCK, most)
+    made, made_counts = backward.group_tasks(tasks, counts, total_k, BLOCK, most)
     for head, blocks in enumerate(sizes):
         wanted, first, behind = [], 0, total_k
         for block, size in enumerate(blocks):
@@ -49,20 +49,20 @@ def test_tasks_are_taken_together(most):
         assert made[0, head, : int(made_counts[0, head])].tolist() == wanted
         further = (behind - total_k) // BLOCK
         assert further <= sum(blocks) // (CHUNK * most)
-        if most == _backward_kernels.TASKS:
-            assert further <= _backward_kernels.most_further(sum(blocks))
+        if most == backward.TASKS:
+            assert further <= backward.most_further(sum(blocks))
 
 
 def test_a_workspace_that_holds_no_query_is_refused(monkeypatch):
-    monkeypatch.setattr(_backward_kernels, "_find", lambda facts, backend, op, variant: None)
+    monkeypatch.setattr(backward, "_find", lambda facts, backend, op, variant: None)
     q, k = torch.zeros(3, 4, 64), torch.zeros(5, 2, 64)
     lse, ids = torch.zeros(3, 4), torch.zeros(2, 3, 1, dtype=torch.int32)
     # Four heads of 64 in BF16 and two marks; two heads' share of 64 rows of dK and dV in float32.
-    wanted = 4 * 64 * 2 + 2 * 4 + 2 * 2 * 64 * 64 * 4 // (CHUNK * _backward_kernels.TASKS)
+    wanted = 4 * 64 * 2 + 2 * 4 + 2 * 2 * 64 * 64 * 4 // (CHUNK * backward.TASKS)
     facts = types.SimpleNamespace(op="sparse_attention_backward", variant={})
     numbers = {"block_size": 64, "softmax_scale": 1.0, "longest_k": 5, "schedule": None, "deterministic": False}
     message = f"workspace: got {wanted - 1} bytes; wanted at least {wanted} for a window of one query"
     with pytest.raises(ValueError, match=message):
-        _backward_kernels.sparse_attention_backward(
+        backward.sparse_attention_backward(
             facts, "auto", q, q, k, k, q, lse, ids, None, None, **numbers, workspace_bytes=wanted - 1, dq=q, dk=k, dv=k
         )

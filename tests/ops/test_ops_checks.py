@@ -10,7 +10,7 @@ import pytest
 import torch
 from ops.calls import ATTENTION, OPERATORS, RANKERS, SCORERS, WITH_KEYS, WITH_LENGTHS, WITH_OFFSETS, call, paged
 
-from msa_tiles.ops import _validate
+from msa_tiles.call import validate
 
 
 def int32(*values):
@@ -120,8 +120,8 @@ def test_buffers_that_hold_every_element_once(seed):
             sum(i * stride for i, stride in zip(index, strides, strict=True))
             for index in itertools.product(*map(range, sizes))
         ]
-        if _validate._holds_once(torch.empty(200).as_strided(sizes, strides)):
+        if validate._holds_once(torch.empty(200).as_strided(sizes, strides)):
             assert len(set(places)) == len(places)
         dense = torch.empty([size + generator.randint(0, 2) for size in sizes]).permute(generator.sample(range(3), 3))
         view = dense[tuple(slice(generator.randrange(size), None, generator.randint(1, 2)) for size in dense.shape)]
-        assert _validate._holds_once(view)
+        assert validate._holds_once(view)

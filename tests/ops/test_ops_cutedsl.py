@@ -18,8 +18,8 @@ import tvm_ffi
 from torch import Tensor
 
 from msa_tiles import ops, runtime
-from msa_tiles.ops import _attention_kernels, _dispatch
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup, places
 from msa_tiles.quant import FP8
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
@@ -105,7 +105,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, target: str) -> list[str]:
 
         return kernel
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
@@ -265,7 +265,7 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     few = integers(2, 130, 1)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     ops.sparse_attention(make(130, 32, 128), k, k, few, workspace=workspace, **where)
-    windows = -(-130 // _attention_kernels.window_for(130, (1 << 20) // _attention_kernels.bytes_per_query(1, 32, 128)))
+    windows = -(-130 // attention.window_for(130, (1 << 20) // attention.bytes_per_query(1, 32, 128)))
     window = ["sparse_attention", "combine"]
     assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
 
@@ -278,10 +278,10 @@ def test_split_selection(launched: list[str], place: Callable[..., dict]) -> Non
     wide = torch.zeros(130, 5, 2, dtype=torch.int32).permute(2, 0, 1)
     for tile_tokens, ids in ((4, integers(2, 130, 16)), (8, wide), (8, integers(1, 130, 1))):
         variant = {"block_size": 128, "tile_tokens": tile_tokens}
-        facts = _dispatch.call_facts("split_selection", where, CPU, "bf16", variant, queries=130)
+        facts = lookup.call_facts("split_selection", where, CPU, "bf16", variant, queries=130)
         facts = dataclasses.replace(facts, features=facts.features - {"paged"})
-        at = _dispatch.place(where, 130, 130, 128, CPU)
-        _attention_kernels.split_selection(facts, "cutedsl", ids, at, fill=3, **variant)
+        at = places.place(where, 130, 130, 128, CPU)
+        attention.split_selection(facts, "cutedsl", ids, at, fill=3, **variant)
     assert launched == ["split_selection"] * 3
 
 
@@ -289,7 +289,7 @@ def test_split_selection(launched: list[str], place: Callable[..., dict]) -> Non
 def test_hybrid_attention(
     launched: list[str], monkeypatch: pytest.MonkeyPatch, place: Callable[..., dict], make: Callable[..., Tensor]
 ) -> None:
-    monkeypatch.setattr(_attention_kernels, "_serves", lambda _facts, _backend, op: op == "shared_attention")
+    monkeypatch.setattr(attention, "_serves", lambda _facts, _backend, op: op == "shared_attention")
     where = place(make, 2, 128)
     k = where.pop("keys")
     ids = integers(2, 130, 3)

@@ -12,8 +12,10 @@ from ops.decode_stand_ins import SMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from msa_tiles import ops
-from msa_tiles.ops import _decode_kernels, _dispatch, _library
-from msa_tiles.ops._decode_kernels import choose_splits
+from msa_tiles.call.where import Where
+from msa_tiles.launch import decode, places
+from msa_tiles.launch.decode import choose_splits
+from msa_tiles.library import registration
 
 BF16 = torch.bfloat16
 # bfloat16 partial results, merged, against the reference's single result.
@@ -157,7 +159,7 @@ class TestSplits:
 
     def test_the_workspace_bounds_the_splits(self, decode_kernels):
         arguments = one_query("sparse_decode")
-        one = _decode_kernels.split_bytes(*arguments["q"].shape)
+        one = decode.split_bytes(*arguments["q"].shape)
         wanted = ops.sparse_decode(**arguments, backend="reference")
         for size, splits in ((1, 1), (2 * one - 1, 1), (2 * one, 2), (3 * one - 1, 2), (1 << 20, 2)):
             for workspace in (size, torch.empty(size, dtype=torch.uint8)):
@@ -196,13 +198,13 @@ def test_parts_of_a_workspace_do_not_overlap(decode_kernels):
         for part in (attend["score"], attend["partial_out"], attend["partial_lse"])
     )
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert (attend["partial_out"].data_ptr() - attend["score"].data_ptr()) % _decode_kernels.PART == 0
+    assert (attend["partial_out"].data_ptr() - attend["score"].data_ptr()) % decode.PART == 0
 
 
 def needed(arguments):
     """`decode_workspace_bytes` as it answers for CUDA tensors."""
     q, idx_q = arguments["q"], arguments["idx_q"]
-    parts = _decode_kernels.step_bytes(q, idx_q, arguments["topk"], 2, -(-arguments["max_seqlen_k"] // BLOCK))
+    parts = decode.step_bytes(q, idx_q, arguments["topk"], 2, -(-arguments["max_seqlen_k"] // BLOCK))
     return sum(parts)
 
 
@@ -223,7 +225,7 @@ def test_workspace_bytes_of_cuda_tensors(monkeypatch):
     """Shapes are all that it looks at, so that tensors without data do."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(_decode_kernels, "num_sms", lambda index: 132)
+    monkeypatch.setattr(decode, "num_sms", lambda index: 132)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, idx_q = torch.empty(1, 64, 128, device="cuda", dtype=BF16), torch.empty(1, 4, 128, device="cuda", dtype=BF16)
         splits = choose_splits(4, 16, 132, 1 << 20)
@@ -259,7 +261,7 @@ class Fresh(TorchDispatchMode):
 def fresh(monkeypatch, op, arguments):
     """The torch operators of one call that allocate."""
     # A dispatch mode sends calls to the registered operator, whose inside it does not see.
-    monkeypatch.setattr(_library, "untraced", lambda: True)
+    monkeypatch.setattr(registration, "untraced", lambda: True)
     with Fresh() as mode:
         OPERATORS[op](**arguments)
     monkeypatch.undo()
@@ -420,15 +422,15 @@ def test_empty_calls_launch_nothing(decode_kernels):
 
 
 def test_decode_kernels_find_pages_without_virtual_rows():
-    """The place of a paged call has nothing made for it; `_dispatch.place` would make starts of keys."""
+    """The place of a paged call has nothing made for it; `places.place` would make starts of keys."""
     arguments = paged_bf16("msa_decode")
-    where = ops._where.Where(
+    where = Where(
         arguments["cu_seqlens_q"], None, arguments["page_table"], arguments["seqused_k"], None, None, None, None
     )
-    at = _decode_kernels.place(where, 11, 12, torch.device("cpu"))
+    at = decode.place(where, 11, 12, torch.device("cpu"))
     assert at.page_table is arguments["page_table"] and at.seqused_k is arguments["seqused_k"]
     assert at.cu_seqlens_q is at.cu_seqlens_k is arguments["cu_seqlens_q"] and at.use_seqused == 1
-    assert _dispatch.place(where, 11, 12, BLOCK, torch.device("cpu")).cu_seqlens_k.tolist() == [0, 48, 96, 144]
+    assert places.place(where, 11, 12, BLOCK, torch.device("cpu")).cu_seqlens_k.tolist() == [0, 48, 96, 144]
 
 
 def test_the_multiprocessors_of_the_stand_ins_split_one_query():

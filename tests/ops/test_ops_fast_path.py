@@ -15,7 +15,7 @@ from msa_tiles import ops
 
 
 def module_of(op):
-    return importlib.import_module(f"msa_tiles.ops.{'schedule' if op == 'build_schedule' else op}")
+    return importlib.import_module(f"msa_tiles.ops.{op}")
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ from ops.calls import BLOCK, OPERATORS, call, tensors
 from ops.kernel_stand_ins import STAND_INS
 
 from msa_tiles import ops
-from msa_tiles.ops import _attention_kernels, _dispatch
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup, places
 from msa_tiles.runtime.registry import default_registry
 
 
-def places():
+def lengths_known():
     """The ways to say where flat queries and keys stand."""
     starts_q, starts_k = tensors()["cu_seqlens_q"], tensors()["cu_seqlens_k"]
     used = torch.tensor([9, 0, 20], dtype=torch.int32)
@@ -26,7 +27,7 @@ def places():
     yield "lone used", {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": used[2:]}
 
 
-PLACES = pytest.mark.parametrize("where", [w for _, w in places()], ids=[name for name, _ in places()])
+PLACES = pytest.mark.parametrize("where", [w for _, w in lengths_known()], ids=[name for name, _ in lengths_known()])
 OPTIONS = {
     "index_score": [{}, {"causal": False}, {"layout": "token_major"}],
     "topk_select": [
@@ -55,8 +56,8 @@ def test_lengths_of_operators_without_keys(where, kernels):
     wanted = ops.topk_select(**arguments, backend="reference")
     assert torch.equal(ops.topk_select(**arguments), wanted)
     starts = tensors()["cu_seqlens_q"]
-    given = ops._where.Where(starts, None, None, where.get("seqused_k"), None, None, None, None)
-    at = _dispatch.place(given, 11, None, BLOCK, starts.device)
+    given = Where(starts, None, None, where.get("seqused_k"), None, None, None, None)
+    at = places.place(given, 11, None, BLOCK, starts.device)
     assert at.cu_seqlens_q.tolist() == [0, 5, 5, 11]
     assert at.cu_seqlens_k.tolist() == ([0, 9, 9, 29] if where else [0, 5, 5, 11])
     assert at.seqused_k.tolist() == ([9, 0, 20] if where else [0, 5, 5, 11])
@@ -138,10 +139,10 @@ def test_a_schedule_belongs_to_its_page_table(kernels):
 def test_a_page_table_too_large_for_virtual_rows_is_refused(kernels):
     table = torch.zeros(3, 1, dtype=torch.int32).expand(3, 1 << 26)
     used = torch.tensor([9, 0, 20], dtype=torch.int32)
-    given = ops._where.Where(tensors()["cu_seqlens_q"], None, table, used, None, None, None, None)
-    (sentence,) = _dispatch.oversized_table(given, BLOCK)
+    given = Where(tensors()["cu_seqlens_q"], None, table, used, None, None, None, None)
+    (sentence,) = lookup.oversized_table(given, BLOCK)
     assert "virtual rows" in sentence and "2**31" in sentence
-    assert _dispatch.oversized_table(given, 1) == ()
+    assert lookup.oversized_table(given, 1) == ()
 
 
 def test_rules_of_the_specs_become_refusals(kernels):
@@ -198,7 +199,7 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
         kernels.found.append(facts.op)
         return refuse
 
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
     for name in ("prepare", "combine", "build_schedule"):
         monkeypatch.setattr(kernels.attention, name, refuse, raising=False)
     data = tensors()
@@ -222,8 +223,8 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
 
 
 def test_one_sequence_is_made_on_the_device():
-    where = ops._where.Where(None, None, None, None, None, None, None, None)
-    at = _dispatch.place(where, 7, 300, BLOCK, torch.device("cpu"))
+    where = Where(None, None, None, None, None, None, None, None)
+    at = places.place(where, 7, 300, BLOCK, torch.device("cpu"))
     assert (at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist(), at.use_seqused) == ([0, 7], [0, 300], 0)
     assert at.seqused_k is at.cu_seqlens_k and at.cu_seqlens_q.dtype == torch.int32
 
@@ -231,7 +232,7 @@ def test_one_sequence_is_made_on_the_device():
 def test_schedules_have_room_for_what_the_kernels_write():
     """The launcher sizes buffers and windows without asking the kernels: its numbers must be theirs."""
     cells = {cell.op: cell for cell in default_registry().select(precision="bf16", dsl="tilelang", target="sm90")}
-    assert cells["build_schedule"].entry["tile"]["chunk"] == _attention_kernels.CHUNK
+    assert cells["build_schedule"].entry["tile"]["chunk"] == attention.CHUNK
     variants = cells["sparse_attention"].variants
-    assert max(variants["group"]) == _attention_kernels.LARGEST_GROUP
-    assert max(variants["head_dim"]) == _attention_kernels.LARGEST_HEAD_DIM
+    assert max(variants["group"]) == attention.LARGEST_GROUP
+    assert max(variants["head_dim"]) == attention.LARGEST_HEAD_DIM

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from msa_tiles.ops import _attention_kernels, _dispatch, _kl_kernels
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, kl, places
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from msa_tiles.ops._where import Where
     [(1, 8, 8, 1), (32768, 1 << 15, 1 << 30, 4096), (32768, 1 << 20, 1 << 30, 1024), (100, 8, 801, 64), (9, 4, 7, 1)],
 )
 def test_windows_fit_the_workspace(total_q: int, bytes_per_query: int, workspace: int, window: int) -> None:
-    found = _kl_kernels.choose_window(total_q, workspace, lambda queries: bytes_per_query * queries)
+    found = kl.choose_window(total_q, workspace, lambda queries: bytes_per_query * queries)
     assert found == window and found * bytes_per_query <= workspace
 
 
 def test_a_workspace_below_one_query_is_refused() -> None:
     with pytest.raises(ValueError, match=r"workspace: got 7 bytes; wanted at least 8 for the partial gradients of one"):
-        _kl_kernels.choose_window(5, 7, lambda queries: 8 * queries)
+        kl.choose_window(5, 7, lambda queries: 8 * queries)
 
 
 @pytest.fixture
@@ -34,18 +34,16 @@ def bfloat16_by_default():
 
 def test_kernels_get_their_dtypes_whatever_the_default_is(monkeypatch, bfloat16_by_default) -> None:
     launched = {}
-    monkeypatch.setattr(
-        _kl_kernels, "kernel", lambda facts, backend, op, variant: lambda *given: launched.update({op: given})
-    )
-    monkeypatch.setattr(_attention_kernels, "build_schedule", lambda *given, **parts: None)
+    monkeypatch.setattr(kl, "kernel", lambda facts, backend, op, variant: lambda *given: launched.update({op: given}))
+    monkeypatch.setattr(attention, "build_schedule", lambda *given, **parts: None)
     chip = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     q, k, idx_q, idx_k = torch.zeros(5, 4, 64), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), torch.zeros(5, 64)
     floats = {"loss": (), "d_idx_q": (5, 2, 64), "d_idx_k": (5, 64)}
     outputs = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in floats.items()}
     lse, ids = torch.zeros(5, 4, dtype=torch.float32), torch.zeros(2, 5, 3, dtype=torch.int32)
-    at = _dispatch.place(Where.of(), 5, 5, 64, q.device)
-    _kl_kernels.index_kl(
+    at = places.place(Where.of(), 5, 5, 64, q.device)
+    kl.index_kl(
         types.SimpleNamespace(op="index_kl", variant={}), "auto", q, k, lse, idx_q, idx_k, ids, at, block_size=64,
         softmax_scale=1.0, index_scale=1.0, token_weights=None, longest_k=5, schedule=None, workspace_bytes=1 << 30,
         deterministic=False, **outputs,
@@ -61,5 +59,5 @@ def test_kernels_get_their_dtypes_whatever_the_default_is(monkeypatch, bfloat16_
 
 def test_tasks_of_a_window() -> None:
     # Every block that the edges can touch, and one more task for each 128 edges.
-    assert _kl_kernels._most_tasks(65536, 1, 32768, 128) == 256 + 512
-    assert _kl_kernels._most_tasks(30, 3, 1000, 64) == 30
+    assert kl._most_tasks(65536, 1, 32768, 128) == 256 + 512
+    assert kl._most_tasks(30, 3, 1000, 64) == 30

@@ -11,8 +11,9 @@ import torch
 from ops.calls import OPERATORS, RANKERS, call, paged
 
 from msa_tiles import ops
-from msa_tiles.ops import _attention_kernels, _remember
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup
+from msa_tiles.library import remember
 
 BF16 = torch.bfloat16
 CLOSE = {"rtol": 0.02, "atol": 0.05}
@@ -63,16 +64,15 @@ def validated(monkeypatch, kernels, decode_kernels):
 def both_kinds_of_kernels(monkeypatch, kernels, decode_kernels):
     """Operators of decoding find their kernels through the runtime, `kernels` stands in front of it for the others."""
     from msa_tiles import runtime
-    from msa_tiles.ops import _dispatch
 
-    prefill = _dispatch.find_kernel
+    prefill = lookup.find_kernel
 
     def find_kernel(facts, backend):
         if facts.op == "decode_topk":
             return runtime.find_kernel(facts.op, facts, backend=backend)
         return prefill(facts, backend)
 
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
 
 
 def poisoned(arguments):
@@ -278,7 +278,7 @@ def test_gradients_are_not_lost(op, validated):
 def test_how_the_launch_code_is_set_belongs_to_a_call(validated, monkeypatch):
     arguments = with_buffers("sparse_attention")
     ops.sparse_attention(**arguments)
-    monkeypatch.setattr(_attention_kernels, "FILL", 5)
+    monkeypatch.setattr(attention, "FILL", 5)
     ops.sparse_attention(**arguments)
     assert len(validated) == 2
 
@@ -299,21 +299,21 @@ def test_no_tensor_of_a_call_is_kept(validated, kernels, decode_kernels):
 
 
 def test_the_memory_is_bounded():
-    remembered = _remember.Remembered(most=3)
+    remembered = remember.Remembered(most=3)
     for number in range(10):
         remembered.keep(number, str(number))
     assert remembered.get(9) == "9" and sum(remembered.get(number) is not None for number in range(10)) <= 3
     remembered.keep(None, "nothing")
     remembered.keep(7, None)
     assert remembered.get(None) is None and remembered.get(7) is None
-    _remember.forget_all()
+    remember.forget_all()
     assert remembered.get(9) is None
 
 
 def test_a_signature_tells_apart_what_validation_tells_apart():
     x = torch.zeros(4, 6)
-    known = _remember.signature((x, None), (1, "auto"))
-    assert known == _remember.signature((torch.ones(4, 6), None), (1, "auto")), "contents and addresses are free"
+    known = remember.signature((x, None), (1, "auto"))
+    assert known == remember.signature((torch.ones(4, 6), None), (1, "auto")), "contents and addresses are free"
     for tensors, scalars in (
         ((x[:, :5], None), (1, "auto")),
         ((torch.zeros(6, 4).T, None), (1, "auto")),
@@ -326,7 +326,7 @@ def test_a_signature_tells_apart_what_validation_tells_apart():
         ((x, None), (1.0, "auto")),
         ((x, None), (1, None)),
     ):
-        assert _remember.signature(tensors, scalars) != known
+        assert remember.signature(tensors, scalars) != known
     for unusual in (x.to_sparse(), [1], x.clone().requires_grad_(), x.as_subclass(type("Own", (torch.Tensor,), {}))):
-        assert _remember.signature((unusual, None), (1, "auto")) is None
-    assert _remember.signature((x, None), ([], "auto")) is None
+        assert remember.signature((unusual, None), (1, "auto")) is None
+    assert remember.signature((x, None), ([], "auto")) is None

@@ -10,7 +10,7 @@ import torch
 from ops.calls import OPERATORS, SCORERS, call, paged
 
 from msa_tiles import ops, reference
-from msa_tiles.ops import _dispatch
+from msa_tiles.launch import lookup
 from msa_tiles.quant import FP8, QuantizedTensor, quantize_fp8
 from msa_tiles.runtime import dispatch
 from msa_tiles.runtime.facts import target_facts
@@ -193,8 +193,8 @@ def found(monkeypatch):
         seen.append(facts)
         return lambda *args: select_blocks(facts.variant, *args)
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
     return seen
 
 

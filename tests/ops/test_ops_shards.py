@@ -15,7 +15,8 @@ from ops.calls import BLOCK, OPERATORS, WITH_OFFSETS, call, paged
 from reference.batches import Batch, batches
 
 from msa_tiles import cli, ops
-from msa_tiles.ops import _dispatch, _shard, _where
+from msa_tiles.call.where import ARGUMENTS, Where
+from msa_tiles.launch import lookup, shards
 
 BIG = torch.iinfo(torch.int32)
 ORDERS = ("ascending", "score", "local_last")
@@ -33,11 +34,11 @@ def equal(found, wanted):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(_shard, "PIECE", 64)
+    monkeypatch.setattr(shards, "PIECE", 64)
 
 
 @st.composite
-def shards(draw):
+def batches_of_shards(draw):
     """A random batch of at least one request whose keys begin at a block's first position."""
     batch = draw(batches(BLOCK, shards=True))
     return replace(batch, offsets=[offset // BLOCK * BLOCK for offset in batch.offsets])
@@ -55,7 +56,7 @@ def indexer(batch, heads=2):
 
 
 @random_shards
-@given(batch=shards(), causal=st.booleans(), token_major=st.booleans())
+@given(batch=batches_of_shards(), causal=st.booleans(), token_major=st.booleans())
 def test_scores_have_the_columns_of_the_whole_request(kernels, batch, causal, token_major):
     layout = "token_major" if token_major else "head_major"
     options = {"block_size": BLOCK, "causal": causal, "layout": layout, **batch.where()}
@@ -69,7 +70,7 @@ def test_scores_have_the_columns_of_the_whole_request(kernels, batch, causal, to
 
 @random_shards
 @given(
-    batch=shards(),
+    batch=batches_of_shards(),
     topk=st.integers(1, 6),
     init=st.integers(0, 4),
     local=st.integers(0, 4),
@@ -134,7 +135,7 @@ def random_ids(batch, topk):
 
 
 @random_shards
-@given(batch=shards(), topk=st.integers(1, 4), scheduled=st.booleans())
+@given(batch=batches_of_shards(), topk=st.integers(1, 4), scheduled=st.booleans())
 def test_attention_reads_the_blocks_of_the_shard(kernels, batch, topk, scheduled):
     k, v = batch.store(batch.keys(2, 16), batch.keys(2, 16), dtype=torch.float32)
     q, ids = batch.random(batch.total_q, 4, 16).float(), random_ids(batch, topk)
@@ -244,9 +245,9 @@ def test_contents_at_the_ends_of_int32(kernels):
 
 
 def test_ids_are_counted_from_the_shard():
-    where = _where.Where(int32(0, 2, 3), None, None, None, None, None, None, int32(16, 0))
+    where = Where(int32(0, 2, 3), None, None, None, None, None, None, int32(16, 0))
     ids = int32(2, 0, 5, -1, 0, BIG.min, 3, BIG.max, 2, 1).view(1, 5, 2)
-    found = _shard.Shard(where, 5, BLOCK).local_ids(ids)
+    found = shards.Shard(where, 5, BLOCK).local_ids(ids)
     assert found.flatten().tolist() == [0, -1, 3, -1, 0, -1, 3, BIG.max, 2, 1]
 
 
@@ -266,17 +267,17 @@ def test_no_kernel_is_asked_to_serve_an_offset(kernels, monkeypatch, op):
     def call_facts(op, where, *rest, **options):
         raise RuntimeError(f"{op} asks with k_offset {where.k_offset}")
 
-    monkeypatch.setattr(_dispatch, "call_facts", call_facts)
+    monkeypatch.setattr(lookup, "call_facts", call_facts)
     with pytest.raises(RuntimeError, match=f"{op} asks with k_offset None"):
         OPERATORS[op](**call(op) | {"k_offset": int32(0, 0, 8), "max_seqlen_k": 48})
 
 
 def test_whole_requests_are_handed_on_as_they_are(kernels, monkeypatch):
-    monkeypatch.setattr(_shard.Shard, "__init__", lambda *_: pytest.fail("nothing to rewrite"))
+    monkeypatch.setattr(shards.Shard, "__init__", lambda *_: pytest.fail("nothing to rewrite"))
     for op in WITH_KEYS:
         OPERATORS[op](**call(op))
         OPERATORS[op](**call(op) | BROKEN, backend="reference")
-    assert _where.ARGUMENTS.count(",") == _shard.PLACE - 1 and _where.ARGUMENTS.endswith("k_offset")
+    assert ARGUMENTS.count(",") == shards.PLACE - 1 and ARGUMENTS.endswith("k_offset")
 
 
 @pytest.mark.parametrize(("op", "served"), [("sparse_attention", True), ("topk_select", True), ("combine", False)])

@@ -18,7 +18,7 @@ from ops.training_calls import call, place, tensors
 from reference.batches import batches, selections
 
 from msa_tiles import ops, reference
-from msa_tiles.ops import _dense_libraries, _dispatch
+from msa_tiles.launch import backward, dense, kl, lookup, workspaces
 from msa_tiles.runtime import NoKernelError
 
 RANDOM = settings(
@@ -66,9 +66,10 @@ def kernels(monkeypatch):
     def find_kernel(facts, backend):
         made.facts.append(facts)
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
-    monkeypatch.setattr(_dispatch, "training_kernels", lambda: made)
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
+    monkeypatch.setattr(backward, "sparse_attention_backward", made.sparse_attention_backward)
+    monkeypatch.setattr(kl, "index_kl", made.index_kl)
     return made
 
 
@@ -91,7 +92,7 @@ def test_facts_and_options(kernels):
     assert [facts.variant for facts in kernels.facts[2:]] == [expected | {"prefix": prefix} for prefix in (0, 1)]
     # Four values of two bytes: rows of the index branch begin at odd places for the widest loads.
     assert kernels.facts[2].features == {"strided_unaligned"}
-    default = _dispatch.WORKSPACE_BYTES
+    default = workspaces.WORKSPACE_BYTES
     assert kernels.options == [(23, False, default, False)] + [(14, True, 99, True)] * 2 + [(23, False, default, False)]
 
 
@@ -266,11 +267,11 @@ def library(request, monkeypatch):
         made.deterministic.append(torch.are_deterministic_algorithms_enabled())
         return made.backward(dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, scale)
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dense_libraries, "_refusal", lambda name, q: None if name == request.param else "it is absent")
-    monkeypatch.setattr(_dense_libraries, "_fa4", lambda: (fa4_forward, fa4_backward))
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(dense, "_refusal", lambda name, q: None if name == request.param else "it is absent")
+    monkeypatch.setattr(dense, "_fa4", lambda: (fa4_forward, fa4_backward))
     aten = types.SimpleNamespace(_flash_attention_forward=torch_forward, _flash_attention_backward=torch_backward)
-    monkeypatch.setattr(_dense_libraries, "_aten", lambda: aten)
+    monkeypatch.setattr(dense, "_aten", lambda: aten)
     return made
 
 
@@ -305,7 +306,7 @@ def test_dense_attention_by_a_library_keeps_the_contract(library):
 def test_the_other_library_is_refused_by_name(library):
     other = "torch" if library.name == "fa4" else "fa4"
     with pytest.raises(NoKernelError) as caught:
-        _dense_libraries.choose(tensors()["q"], other)
+        dense.choose(tensors()["q"], other)
     assert str(caught.value) == "\n  ".join(
         ["dense_attention: no library serves this call (cpu, torch.float32, head_dim=8):"]
         + ([f"fa4: backend='{other}' was asked for"] if other == "torch" else ["fa4: it is absent"])
@@ -315,7 +316,7 @@ def test_the_other_library_is_refused_by_name(library):
 
 def test_libraries_refuse_in_words(monkeypatch):
     narrow, wide = torch.empty(1, 1, 8, dtype=torch.bfloat16), torch.empty(1, 1, 512, dtype=torch.bfloat16)
-    refusal = _dense_libraries._refusal
+    refusal = dense._refusal
     assert refusal("fa4", narrow.float()) == "it is called with bfloat16, the call is torch.float32"
     assert "flash_attn.cute: No module named" in refusal("fa4", narrow)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
@@ -335,7 +336,7 @@ def test_without_a_kernel_the_refusal_is_the_dispatchers(op, monkeypatch):
     def find_kernel(facts, backend):
         raise NoKernelError(f"{facts.op}: no kernel serves this call")
 
-    monkeypatch.setattr(_dispatch, "runs_reference", lambda backend, device: backend == "reference")
-    monkeypatch.setattr(_dispatch, "find_kernel", find_kernel)
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(lookup, "find_kernel", find_kernel)
     with pytest.raises(NoKernelError, match=f"{op}: no kernel serves this call"):
         getattr(ops, op)(**call(op))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch, _scales
-from msa_tiles.ops._where import Where
+from msa_tiles.call.scales import Indexer, kernel_scales
+from msa_tiles.call.where import Where
+from msa_tiles.launch import places
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
@@ -58,14 +59,14 @@ class Call:
         order = TOKEN_MAJOR if self.strided and len(shape) == 3 else None
         return Buffer(shape, dtype, torch.device("cpu"), order)
 
-    def place(self, block_size: int, *flat: Tensor) -> tuple[_dispatch.Place, tuple[Tensor, ...], dict[str, Any]]:
+    def place(self, block_size: int, *flat: Tensor) -> tuple[places.Place, tuple[Tensor, ...], dict[str, Any]]:
         """Where queries and keys stand, as kernels take it; the keys as stored; the same for the reference."""
         options, stored = placed(self.source, self.lengths, self.pages_per_block, block_size, False, *flat)
         if self.positions:
             behind = torch.zeros(self.rows_behind, dtype=torch.int32)
             options["q_positions"] = torch.cat([self.source.positions(self.lengths), behind])
         where = Where(k_offset=None, **{"page_table": None, "q_positions": None, **options})
-        at = _dispatch.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
+        at = places.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
         return at, stored if flat else (), options
 
     def run(
@@ -191,8 +192,8 @@ def select_blocks(
         variant |= scaled
         sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
         scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
-    indexer = _scales.Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"))
-    given = _scales.kernel_scales(indexer, heads_per_group, at.cu_seqlens_q)
+    indexer = Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"))
+    given = kernel_scales(indexer, heads_per_group, at.cu_seqlens_q)
     tensors = (idx_q, idx_k, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
     scalars = (at.use_seqused, at.use_positions, *given.flags, init_blocks, local_blocks, order)
     call.run("select_blocks", variant, *tensors, *scalars, precision=precision)
@@ -226,7 +227,7 @@ class Made:
     window: int
 
 
-def make_schedule(call: Call, at: _dispatch.Place, ids: Tensor, block_size: int, window: int) -> Made:
+def make_schedule(call: Call, at: places.Place, ids: Tensor, block_size: int, window: int) -> Made:
     heads, total_q, topk = ids.shape
     windows = -(-total_q // window)
     most = window * topk + window * topk // CHUNK

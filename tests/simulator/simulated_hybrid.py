@@ -10,7 +10,7 @@ from simulated_calls import TOKEN_MAJOR, Call
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.ops import _dispatch
+from msa_tiles.launch import places
 from msa_tiles.verify import compare
 from msa_tiles.verify.hybrid import defined_parts
 from msa_tiles.verify.inputs import POISON_INT, spread
@@ -31,7 +31,7 @@ def selection(call: Call, heads: int, topk: int, block_size: int, sticky: bool, 
     return spread(ids, TOKEN_MAJOR) if call.strided else ids
 
 
-def make_split(call: Call, at: _dispatch.Place, ids: Tensor, block_size: int, tile_tokens: int, fill: int) -> Split:
+def make_split(call: Call, at: places.Place, ids: Tensor, block_size: int, tile_tokens: int, fill: int) -> Split:
     heads, total_q, topk = ids.shape
     tiles = -(-total_q // tile_tokens)
     shapes = (ids.shape, (heads, total_q), (heads, tiles, max(4 * topk // 3, 1), 2), (heads, tiles), (total_q,))

@@ -14,8 +14,8 @@ import torch
 from simulated_calls import TOKEN_MAJOR, Call
 
 from msa_tiles import reference
-from msa_tiles.ops import _attention_kernels, _dispatch, _kl_kernels
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, kl, lookup
 from msa_tiles.verify import compare, index_parts
 from msa_tiles.verify.inputs import spread
 
@@ -32,13 +32,13 @@ def index_lse(
     ids = selection(call, heads, topk, block_size, False)
     window = call.total_q if window is None else window
     made = simulated_calls.make_schedule(call, at, ids, block_size, window)
-    schedule = _kl_kernels.WindowSchedule(made.edges, made.tasks, made.counts, window)
+    schedule = kl.WindowSchedule(made.edges, made.tasks, made.counts, window)
     first = min(1, len(made.edges) - 1)
 
     def run(*arguments: Any) -> None:
         call.run("index_lse", {"index_dim": index_dim, "block_size": block_size}, *arguments)
 
-    lse = _kl_kernels.edge_lse(run, idx_q, idx_k, schedule, topk, INDEX_SCALE, range(first, len(made.edges)))
+    lse = kl.edge_lse(run, idx_q, idx_k, schedule, topk, INDEX_SCALE, range(first, len(made.edges)))
     wanted = reference.index_lse(
         idx_q.float(), idx_k.float(), ids, block_size=block_size, index_scale=INDEX_SCALE, **where
     )
@@ -73,7 +73,7 @@ def index_gradients(
     def run(*arguments: Any) -> None:
         call.run("index_gradients", {"index_dim": index_dim, "block_size": block_size}, *arguments)
 
-    _kl_kernels.add_gradients(
+    kl.add_gradients(
         run, *given[:5], call.lengths.cu_seqlens_k, dq, given.dk, window_index=0, first=first
     )  # fmt: skip
     compare.numbers("dq", dq, wanted_dq[:count], 1e-5)
@@ -94,9 +94,9 @@ def launches(call: Call, ctas: int, window: int) -> Iterator[list[str]]:
 
     properties = types.SimpleNamespace(multi_processor_count=ctas)
     with (
-        mock.patch.object(_attention_kernels, "_find", find),
-        mock.patch.object(_kl_kernels, "kernel", find),
-        mock.patch.object(_kl_kernels, "choose_window", lambda *arguments: window),
+        mock.patch.object(attention, "_find", find),
+        mock.patch.object(kl, "kernel", find),
+        mock.patch.object(kl, "choose_window", lambda *arguments: window),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
     ):
         yield launched
@@ -141,14 +141,14 @@ def index_kl(
         schedule = made.edges, made.tasks, made.counts, window
     variant = {"head_dim": head_dim, "index_dim": index_dim, "block_size": block_size, "group": group, "prefix": prefix}
     nowhere = Where(*[None] * 8)
-    facts = _dispatch.call_facts("index_kl", nowhere, torch.device("cpu"), "bf16", variant, queries=total_q)
+    facts = lookup.call_facts("index_kl", nowhere, torch.device("cpu"), "bf16", variant, queries=total_q)
     options = {"block_size": block_size, "softmax_scale": SOFTMAX_SCALE, "index_scale": INDEX_SCALE}
     found: list[tuple[torch.Tensor, ...]] = []
     for _ in range(repeats):
         loss = torch.full((), math.nan)
         d_idx_q, d_idx_k = (torch.full(tensor.shape, math.nan, dtype=torch.bfloat16) for tensor in (idx_q, idx_k))
         with launches(call, ctas, window) as launched:
-            _kl_kernels.index_kl(
+            kl.index_kl(
                 facts, "auto", q, k, lse, idx_q, idx_k, ids, at, **options, token_weights=weights,
                 longest_k=call.lengths.longest_k, schedule=schedule, workspace_bytes=1 << 40, deterministic=True,
                 loss=loss, d_idx_q=d_idx_q if gradients else None, d_idx_k=d_idx_k if gradients else None,

@@ -14,7 +14,7 @@ import torch
 from simulated_calls import TOKEN_MAJOR, Call
 
 from msa_tiles import reference
-from msa_tiles.ops import _attention_kernels, _backward_kernels
+from msa_tiles.launch import attention, backward
 from msa_tiles.verify import compare, gradient_parts
 from msa_tiles.verify.inputs import spread
 
@@ -52,9 +52,9 @@ def launches(call: Call, ctas: int) -> Iterator[None]:
         return lambda *arguments: call.run(op, variant, *arguments)
 
     with (
-        mock.patch.object(_attention_kernels, "_find", find),
-        mock.patch.object(_backward_kernels, "_find", find),
-        mock.patch.object(_backward_kernels, "_num_ctas", lambda device: ctas),
+        mock.patch.object(attention, "_find", find),
+        mock.patch.object(backward, "_find", find),
+        mock.patch.object(backward, "_num_ctas", lambda device: ctas),
     ):
         yield
 
@@ -99,14 +99,14 @@ def sparse_attention_backward(
         made = simulated_calls.make_schedule(call, at, ids, block_size, window)
         schedule = made.edges, made.tasks, made.counts, window
     shape = {"block_size": block_size, "group": group}
-    bytes_per_query = _backward_kernels.bytes_per_query(topk, heads * group, heads, head_dim, block_size)
+    bytes_per_query = backward.bytes_per_query(topk, heads * group, heads, head_dim, block_size)
     facts = types.SimpleNamespace(op="sparse_attention_backward", variant={"head_dim": head_dim, **shape})
     found: list[tuple[torch.Tensor, ...]] = []
     for _ in range(repeats):
         outputs = tuple(torch.full(tensor.shape, math.nan, dtype=torch.bfloat16) for tensor in (q, k, v))
         names = dict(zip(("dq", "dk", "dv"), outputs, strict=True))
         with launches(call, ctas):
-            _backward_kernels.sparse_attention_backward(
+            backward.sparse_attention_backward(
                 facts, "auto", dout, q, k, v, out, lse, ids, dlse, at, block_size=block_size,
                 softmax_scale=head_dim**-0.5, longest_k=call.lengths.longest_k, schedule=schedule,
                 workspace_bytes=bytes_per_query * window, deterministic=True, **names,

@@ -14,8 +14,8 @@ import torch
 from simulated_calls import Call, kernel
 
 from msa_tiles import reference
-from msa_tiles.ops import _attention_kernels, _dispatch
-from msa_tiles.ops._where import Where
+from msa_tiles.call.where import Where
+from msa_tiles.launch import attention, lookup
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.simulator import RaceError, simulate
@@ -28,19 +28,19 @@ CELLS = default_registry().of("shared_attention")
 
 def test_windows_fill_the_ctas() -> None:
     # 264 CTAs take the tiles of 4 KV heads in turn: 264 queries a round.
-    assert _attention_kernels.even_window(32768, 4033, 4, 4, 264) == 3696
+    assert attention.even_window(32768, 4033, 4, 4, 264) == 3696
     # A single window is no longer than it has to be.
-    assert _attention_kernels.even_window(101, 4033, 4, 4, 264) == 104
-    assert _attention_kernels.even_window(3960, 4033, 4, 4, 264) == 3960
-    assert _attention_kernels.even_window(100000, 50, 8, 1, 264) == 48
+    assert attention.even_window(101, 4033, 4, 4, 264) == 104
+    assert attention.even_window(3960, 4033, 4, 4, 264) == 3960
+    assert attention.even_window(100000, 50, 8, 1, 264) == 48
     for total, most, tile, heads in ((32768, 4033, 4, 4), (131072, 4033, 4, 1), (9, 12, 8, 3), (77, 8, 8, 2)):
-        window = _attention_kernels.even_window(total, most, tile, heads, 264)
+        window = attention.even_window(total, most, tile, heads, 264)
         assert window % tile == 0 and 0 < window <= most
 
 
 def test_heads_take_turns_where_longer_windows_spare_reads() -> None:
     def rounds(total_q: int, longest_k: int, most: int = 4033, heads: int = 4) -> tuple[int, int]:
-        return _attention_kernels.choose_rounds(total_q, most, 16, heads, longest_k, 128, 65536, 4, 132)
+        return attention.choose_rounds(total_q, most, 16, heads, longest_k, 128, 65536, 4, 132)
 
     # A block of 32K keys has more edges than a task holds: longer windows would read it as often.
     assert rounds(32768, 32768) == (4, 3696)
@@ -100,14 +100,14 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
 
         return launch
 
-    monkeypatch.setattr(_attention_kernels, "_find", find)
-    monkeypatch.setattr(_attention_kernels, "_serves", lambda *_: True)
+    monkeypatch.setattr(attention, "_find", find)
+    monkeypatch.setattr(attention, "_serves", lambda *_: True)
     properties = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     # Heads take turns where launches cost nothing, and only there: these windows are short.
-    monkeypatch.setattr(_attention_kernels, "ROUND_COST", 0.0 if rounds > 1 else 1e6)
+    monkeypatch.setattr(attention, "ROUND_COST", 0.0 if rounds > 1 else 1e6)
     # What it remembers was weighed with other costs.
-    monkeypatch.setattr(_attention_kernels, "choose_rounds", _attention_kernels.choose_rounds.__wrapped__)
+    monkeypatch.setattr(attention, "choose_rounds", attention.choose_rounds.__wrapped__)
     call = Call([(31, 150), (0, 70), (1, 1), (40, 200)], seed=3, pages_per_block=pages_per_block)
     heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
     q = call.tensor(call.total_q, heads * group, dim)
@@ -116,9 +116,9 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     ids = call.source.selection(call.lengths, heads, topk, block_size, True)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
     variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
-    facts = _dispatch.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
+    facts = lookup.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
     with hybrid(True, fill=1):
-        launch = _attention_kernels.prepare(
+        launch = attention.prepare(
             facts,
             "tilelang",
             q,
@@ -128,7 +128,7 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
             softmax_scale=0.2,
             longest_k=200,
             schedule_window=None,
-            workspace_bytes=queries * _attention_kernels.bytes_per_query(topk, heads * group, dim),
+            workspace_bytes=queries * attention.bytes_per_query(topk, heads * group, dim),
             out=out,
         )
     launch(q, k, v, ids, Where.of(**where), None, None, out, lse)

@@ -15,8 +15,8 @@ from msa_tiles.bench import cases, checks, inputs
 from msa_tiles.bench.harness import Bench, Contender
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
-from msa_tiles.ops._where import Where
-from msa_tiles.ops.schedule import build_on
+from msa_tiles.call.where import Where
+from msa_tiles.ops.build_schedule import build_on
 
 OP = "build_schedule"
 

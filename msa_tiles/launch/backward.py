@@ -9,17 +9,16 @@ repeats bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _attention_kernels, _dispatch, _validate
-from msa_tiles.ops._attention_kernels import CHUNK, LOG2_E
-
-if TYPE_CHECKING:
-    from msa_tiles.ops._dispatch import Place
-    from msa_tiles.runtime import CallFacts
+from msa_tiles.call import validate
+from msa_tiles.launch import attention, lookup
+from msa_tiles.launch.attention import CHUNK, LOG2_E
+from msa_tiles.launch.places import Place
+from msa_tiles.runtime import CallFacts
 
 # Tasks of the schedule that one task of the backward takes: its sums of dK and dV leave the registers once.
 TASKS = 2
@@ -60,13 +59,13 @@ def sparse_attention_backward(
     most = min(most, (MOST_ELEMENTS - 1) // (topk * num_q_heads * head_dim))
     if most < 1:
         wanted = bytes_per_query(topk, num_q_heads, num_kv_heads, head_dim, block_size)
-        _validate.refuse("workspace", f"{workspace_bytes} bytes", f"at least {wanted} for a window of one query")
+        validate.refuse("workspace", f"{workspace_bytes} bytes", f"at least {wanted} for a window of one query")
     if schedule is not None and schedule[3] <= most:
         edges, tasks, counts, window = schedule
     else:
         # A schedule whose windows suit the forward call may be too wide here, by what chunks and marks take.
-        window = _attention_kernels.window_for(total_q, most)
-        edges, tasks, counts = _attention_kernels.allocate_schedule(
+        window = attention.window_for(total_q, most)
+        edges, tasks, counts = attention.allocate_schedule(
             block_indices,
             num_requests=where.cu_seqlens_q.shape[0] - 1,
             max_seqlen_k=longest_k,
@@ -74,7 +73,7 @@ def sparse_attention_backward(
             window=window,
         )
         parts = {"edges": edges, "tasks": tasks, "counts": counts}
-        _attention_kernels.build_schedule(
+        attention.build_schedule(
             facts, block_indices, where, block_size=block_size, window=window, backend=backend, **parts
         )
     total_k = k.shape[0]
@@ -177,4 +176,4 @@ def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -
     features = facts.features if op in (facts.op, "gradient_rows") else frozenset()
     if op == "gradient_rows":
         features = features & {"strided_unaligned"}
-    return _dispatch.part_kernel(facts, backend, op, variant, features)
+    return lookup.part_kernel(facts, backend, op, variant, features)

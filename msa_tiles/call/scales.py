@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _validate
+from msa_tiles.call import validate
 from msa_tiles.quant import FP8, QuantizedTensor
 
 
@@ -24,10 +24,10 @@ def indexer(idx_q: Any, q_scale: Any, idx_k: Any, k_scale: Any, paged: bool) -> 
     """Unpack and check queries [T, Hi, Di], keys [Tk, Di] or [pages, page, Di] of the same dtype, and their scales."""
     idx_q, q_scale = _unpacked("idx_q", idx_q, "q_scale", q_scale)
     idx_k, k_scale = _unpacked("idx_k", idx_k, "k_scale", k_scale)
-    _validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
-    _validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", idx_q, "idx_q", further=(FP8,))
+    validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
+    validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", idx_q, "idx_q", further=(FP8,))
     if idx_k.shape[-1] != idx_q.shape[2]:
-        _validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{idx_q.shape[2]} like idx_q")
+        validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{idx_q.shape[2]} like idx_q")
     total_q, num_heads = idx_q.shape[:2]
     _check("q_scale", q_scale, idx_q, ([], [num_heads], [total_q, num_heads]), "[], [Hi] or [T, Hi]")
     of_keys = "[] or [pages, page]" if paged else "[] or [Tk]"
@@ -39,26 +39,24 @@ def _unpacked(name: str, value: Any, scale_name: str, scale: Any) -> tuple[Any, 
     if not isinstance(value, QuantizedTensor):
         return value, scale
     if scale is not None:
-        _validate.refuse(
-            scale_name, f"a {type(scale).__name__} beside a QuantizedTensor", f"None: {name} has its scale"
-        )
+        validate.refuse(scale_name, f"a {type(scale).__name__} beside a QuantizedTensor", f"None: {name} has its scale")
     return value.data, value.scale
 
 
 def _check(name: str, scale: Any, of: Tensor, shapes: tuple[list[Any], ...], dims: str) -> None:
     if of.dtype != FP8:
-        _validate.scale(name, scale)
+        validate.scale(name, scale)
         return
     if scale is None:
         return
     if not isinstance(scale, Tensor):
-        _validate.refuse_type(name, type(scale).__name__, f"a float32 tensor {dims}")
+        validate.refuse_type(name, type(scale).__name__, f"a float32 tensor {dims}")
     if scale.dtype != torch.float32:
-        _validate.refuse_type(name, f"dtype {scale.dtype}", "torch.float32")
+        validate.refuse_type(name, f"dtype {scale.dtype}", "torch.float32")
     if list(scale.shape) not in shapes:
-        known = ", ".join(_validate.shape_text(shape) for shape in shapes)
-        _validate.refuse(name, f"shape {_validate.shape_text(scale.shape)}", f"{dims} = one of {known}")
-    _validate.same_device(name, scale, of, f"idx_{name[0]}")
+        known = ", ".join(validate.shape_text(shape) for shape in shapes)
+        validate.refuse(name, f"shape {validate.shape_text(scale.shape)}", f"{dims} = one of {known}")
+    validate.same_device(name, scale, of, f"idx_{name[0]}")
 
 
 def has_key_scales(k_scale: Tensor | None) -> bool:

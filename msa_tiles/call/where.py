@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from msa_tiles.ops import _contents, _validate
+from msa_tiles.call import validate
 
 # The schema of the arguments of `Where`, in the order of its fields.
 ARGUMENTS = (
@@ -82,13 +81,13 @@ class Where:
         """The same for an operator that reads no keys."""
         return replace(self, page_table=None)
 
-    def validate(self, total_q: int, like: Tensor, like_name: str, keys: Tensor | None, check: bool) -> None:
-        """Check what the host knows; with ``check`` the contents too. ``keys`` is the call's key tensor, if any."""
+    def validate(self, total_q: int, like: Tensor, like_name: str, keys: Tensor | None) -> None:
+        """Check what the host knows. ``keys`` is the call's key tensor, if any."""
         if self.cu_seqlens_q is not None:
-            _validate.int32("cu_seqlens_q", self.cu_seqlens_q, [None], "[B + 1]", like, like_name)
+            validate.int32("cu_seqlens_q", self.cu_seqlens_q, [None], "[B + 1]", like, like_name)
             if self.cu_seqlens_q.shape[0] == 0:
-                _validate.refuse("cu_seqlens_q", "shape [0]", "[B + 1], at least one element")
-            _validate.dense("cu_seqlens_q", self.cu_seqlens_q)
+                validate.refuse("cu_seqlens_q", "shape [0]", "[B + 1], at least one element")
+            validate.dense("cu_seqlens_q", self.cu_seqlens_q)
         requests = self.num_requests
         for name, value, shape, dims in (
             ("cu_seqlens_k", self.cu_seqlens_k, [requests + 1], "[B + 1]"),
@@ -97,34 +96,30 @@ class Where:
             ("q_positions", self.q_positions, [total_q], "[T]"),
         ):
             if value is not None:
-                _validate.int32(name, value, shape, dims, like, like_name)
-                _validate.dense(name, value)
+                validate.int32(name, value, shape, dims, like, like_name)
+                validate.dense(name, value)
         for bound_name, bound in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
             if bound is not None:
-                _validate.integer(bound_name, bound, 0)
+                validate.integer(bound_name, bound, 0)
         if self.page_table is not None:
             self._validate_paged(like, like_name, keys)
         elif keys is not None and self.cu_seqlens_k is None and requests > 1:
-            _validate.refuse("cu_seqlens_k", "None", f"int32 [B + 1] for the flat keys of {requests} requests")
-        if check:
-            if torch.compiler.is_compiling():
-                _validate.refuse("check", "True under torch.compile", "False: device contents cannot be traced")
-            _contents.check_where(self, total_q, keys)
+            validate.refuse("cu_seqlens_k", "None", f"int32 [B + 1] for the flat keys of {requests} requests")
 
     def _validate_paged(self, like: Tensor, like_name: str, keys: Tensor | None) -> None:
-        table = _validate.int32(
+        table = validate.int32(
             "page_table", self.page_table, [self.num_requests, None], "[B, max_pages]", like, like_name
         )
-        _validate.unit_last_stride("page_table", table)
+        validate.unit_last_stride("page_table", table)
         if self.seqused_k is None:
-            _validate.refuse("seqused_k", "None", "int32 [B] with page_table")
+            validate.refuse("seqused_k", "None", "int32 [B] with page_table")
         if self.cu_seqlens_k is not None:
-            _validate.refuse("cu_seqlens_k", "a tensor beside page_table", "None: seqused_k tells paged lengths")
+            validate.refuse("cu_seqlens_k", "a tensor beside page_table", "None: seqused_k tells paged lengths")
         # With k_offset the bound counts the keys in front of the shard too.
         if keys is not None and self.max_seqlen_k is not None and self.k_offset is None:
             held = table.shape[1] * keys.shape[-2]
             if held < self.max_seqlen_k:
-                _validate.refuse(
+                validate.refuse(
                     "page_table",
                     f"{table.shape[1]} pages of {keys.shape[-2]} tokens",
                     f"pages for max_seqlen_k = {self.max_seqlen_k} tokens",
@@ -135,4 +130,4 @@ def page_size(name: str, keys: Tensor, block_size: int) -> None:
     """Pages must divide a block, so that no page belongs to two blocks."""
     page = keys.shape[-2]
     if page == 0 or block_size % page != 0:
-        _validate.refuse(name, f"pages of {page} tokens", f"a page size that divides block_size = {block_size}")
+        validate.refuse(name, f"pages of {page} tokens", f"a page size that divides block_size = {block_size}")

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _library
+from msa_tiles.library import registration
 
 _ALIGNMENT = 16
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -59,7 +59,7 @@ def signature(tensors: Sequence[Any], scalars: tuple[Hashable, ...]) -> Hashable
 
     None for a call that is traced, transformed or differentiated, or that holds something unusual.
     """
-    if not _library.untraced():
+    if not registration.untraced():
         return None
     recording = torch.is_grad_enabled()
     marks: list[Hashable] = []

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _dispatch, _validate
-from msa_tiles.ops._where import Where
+from msa_tiles.call import validate
+from msa_tiles.call.where import Where
+from msa_tiles.launch import lookup
 
 Write = Callable[..., None]
 
@@ -194,17 +195,17 @@ def _spoil_gradients(shard: Shard, of_queries: Tensor, *of_keys: Tensor) -> None
 
 def check_offsets(where: Where, block_size: int, backend: str, device: torch.device) -> None:
     """Refuse offsets that kernels cannot serve. Reads them to the host."""
-    if where.k_offset is None or _dispatch.runs_reference(backend, device):
+    if where.k_offset is None or lookup.runs_reference(backend, device):
         return
     for request, offset in enumerate(where.k_offset.tolist()):
         if offset % block_size:
             wanted = f"multiples of block_size = {block_size}: kernels serve shards of whole blocks, the reference any"
-            _validate.refuse("k_offset", f"{offset} for request {request}", wanted)
+            validate.refuse("k_offset", f"{offset} for request {request}", wanted)
 
 
 def _as_it_is(rest: tuple[Any, ...], backend: str, like: Tensor) -> bool:
     """Whether a writer's arguments need no rewriting: there is no shard, or the reference serves it."""
-    return rest[PLACE - 1] is None or _dispatch.runs_reference(backend, like.device)
+    return rest[PLACE - 1] is None or lookup.runs_reference(backend, like.device)
 
 
 def _requests(where: Where, total_q: int, device: torch.device) -> Tensor | None:

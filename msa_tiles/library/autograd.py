@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _library, _validate
+from msa_tiles.call import validate
+from msa_tiles.library import registration
 
 # What autocast casts; float64 stays float64, as in torch.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,7 +33,7 @@ def deterministic(value: bool | None) -> bool:
     """The argument of that name: None follows ``torch.use_deterministic_algorithms``."""
     if value is None:
         return torch.are_deterministic_algorithms_enabled()
-    _validate.boolean("deterministic", value)
+    validate.boolean("deterministic", value)
     return value
 
 
@@ -47,11 +48,11 @@ def no_buffers(**buffers: Any) -> None:
     """Refuse a caller's buffers in a call that autograd records: what is written into them has no gradient."""
     for name, value in buffers.items():
         if isinstance(value, Tensor):
-            _validate.refuse(name, "a buffer where gradients are recorded", "None, or a call under torch.no_grad()")
+            validate.refuse(name, "a buffer where gradients are recorded", "None, or a call under torch.no_grad()")
 
 
 def register(
-    operator: _library.OperatorPair,
+    operator: registration.OperatorPair,
     setup: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., Sequence[Tensor | None]],
 ) -> None:

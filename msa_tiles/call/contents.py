@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _validate
+from msa_tiles.call import validate
+from msa_tiles.call.where import Where
 from msa_tiles.reference.batch import Batch, key_rows, read_batch
-
-if TYPE_CHECKING:
-    from msa_tiles.ops._where import Where
 
 
 def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
     """Cumulative lengths sorted and inside their tensors, lengths and pages inside the storage, host bounds kept."""
+    if torch.compiler.is_compiling():
+        validate.refuse("check", "True under torch.compile", "False: device contents cannot be traced")
     lengths_q = [total_q]
     if where.cu_seqlens_q is not None:
         lengths_q = _cumulative("cu_seqlens_q", where.cu_seqlens_q, total_q, "queries")
@@ -36,15 +36,15 @@ def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
             if length < 0 or (most is not None and length > most):
                 name = "seqused_k" if where.page_table is None or length < 0 else "page_table"
                 wanted = "at least 0" if most is None else f"0 to the {most} keys of storage"
-                _validate.refuse(name, f"{length} used keys in request {request}", wanted)
+                validate.refuse(name, f"{length} used keys in request {request}", wanted)
     offsets = [0] * len(lengths_k) if where.k_offset is None else where.k_offset.tolist()
     if any(offset < 0 for offset in offsets):
-        _validate.refuse("k_offset", str(min(offsets)), "at least 0")
+        validate.refuse("k_offset", str(min(offsets)), "at least 0")
     if where.max_seqlen_q is not None and max(lengths_q, default=0) > where.max_seqlen_q:
-        _validate.refuse("max_seqlen_q", str(where.max_seqlen_q), f"at least the longest request, {max(lengths_q)}")
+        validate.refuse("max_seqlen_q", str(where.max_seqlen_q), f"at least the longest request, {max(lengths_q)}")
     ends = [offset + length for offset, length in zip(offsets, lengths_k, strict=True)]
     if where.max_seqlen_k is not None and max(ends, default=0) > where.max_seqlen_k:
-        _validate.refuse("max_seqlen_k", str(where.max_seqlen_k), f"at least the longest request, {max(ends)}")
+        validate.refuse("max_seqlen_k", str(where.max_seqlen_k), f"at least the longest request, {max(ends)}")
     if where.page_table is not None and keys is not None:
         _check_pages(where.page_table, lengths_k, keys)
 
@@ -63,7 +63,7 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
     wrong = ((ids < -1) | (ids >= limit[:, None])) & (ids != -1) & inside[:, None]
     if bool(wrong.any()):
         head, token, slot = wrong.nonzero()[0].tolist()
-        _validate.refuse(
+        validate.refuse(
             "block_indices",
             f"id {int(ids[head, token, slot])} at [{head}, {token}, {slot}]",
             f"-1 or a block of the request, 0 to {int(limit[token]) - 1}",
@@ -72,7 +72,7 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0) & inside[:, None]
     if bool(twice.any()):
         head, token, slot = twice.nonzero()[0].tolist()
-        _validate.refuse(
+        validate.refuse(
             "block_indices", f"id {int(ordered[head, token, slot])} twice at [{head}, {token}]", "distinct ids in a row"
         )
 
@@ -80,7 +80,7 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
 def check_valid_blocks(name: str, value: Tensor, width: int) -> None:
     """Per-token counts of valid blocks lie within the score's columns."""
     if value.numel() and (int(value.min()) < 0 or int(value.max()) > width):
-        _validate.refuse(
+        validate.refuse(
             name, f"values from {int(value.min())} to {int(value.max())}", f"0 to the {width} columns of score"
         )
 
@@ -92,7 +92,7 @@ def check_score_width(
     batch = _batch(where, total_q, like.device, keys)
     blocks = max((-(-request.key_end // block_size) for request in batch.requests), default=0)
     if width < blocks:
-        _validate.refuse(
+        validate.refuse(
             "score" if keys is None else "out", f"{width} columns", f"at least the {blocks} blocks of a request"
         )
 
@@ -116,7 +116,7 @@ def _check_positive(name: str, scale: Tensor | None) -> None:
         return
     wrong = scale[~((scale > 0) & scale.isfinite())]
     if wrong.numel():
-        _validate.refuse(name, str(wrong.flatten()[0].item()), "positive numbers")
+        validate.refuse(name, str(wrong.flatten()[0].item()), "positive numbers")
 
 
 def _batch(where: Where, total_q: int, device: torch.device, keys: Tensor | None) -> Batch:
@@ -130,12 +130,12 @@ def _cumulative(name: str, starts: Tensor, most: int | None, what: str) -> list[
     """Lengths of a sorted array that starts at 0 and ends within ``most``."""
     values = starts.tolist()
     if values[0] != 0:
-        _validate.refuse(name, f"{values[0]} first", "0 first")
+        validate.refuse(name, f"{values[0]} first", "0 first")
     for index in range(1, len(values)):
         if values[index] < values[index - 1]:
-            _validate.refuse(name, f"{values[index]} after {values[index - 1]}", "sorted values")
+            validate.refuse(name, f"{values[index]} after {values[index - 1]}", "sorted values")
     if most is not None and values[-1] > most:
-        _validate.refuse(name, f"{values[-1]} last", f"at most the {most} {what} given")
+        validate.refuse(name, f"{values[-1]} last", f"at most the {most} {what} given")
     return [after - before for before, after in pairwise(values)]
 
 
@@ -145,6 +145,6 @@ def _check_pages(page_table: Tensor, lengths: list[int], keys: Tensor) -> None:
         used = page_table[request, : -(-length // page)].tolist()
         for slot, number in enumerate(used):
             if not 0 <= number < num_pages:
-                _validate.refuse(
+                validate.refuse(
                     "page_table", f"page {number} at [{request}, {slot}]", f"0 to {num_pages - 1} for a page in use"
                 )

@@ -16,17 +16,17 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _dispatch, _validate
-from msa_tiles.ops._where import Where
-
-if TYPE_CHECKING:
-    from msa_tiles.ops._dispatch import Place
-    from msa_tiles.runtime import CallFacts
+from msa_tiles import runtime
+from msa_tiles.call import validate
+from msa_tiles.call.where import Where
+from msa_tiles.launch import lookup, places, workspaces
+from msa_tiles.launch.places import Place
+from msa_tiles.runtime import CallFacts
 
 LOG2_E = math.log2(math.e)
 
@@ -76,7 +76,7 @@ def window_for(total_q: int, most: int) -> int:
 
 def bytes_per_query(topk: int, num_q_heads: int, head_dim: int) -> int:
     """What the partial results of one query take: BF16 outputs and float32 LSE for every slot."""
-    return _dispatch.partial_bytes(topk, num_q_heads, head_dim)
+    return workspaces.partial_bytes(topk, num_q_heads, head_dim)
 
 
 def choose_window(block_indices: Tensor) -> int:
@@ -85,7 +85,7 @@ def choose_window(block_indices: Tensor) -> int:
     The largest attention that kernels serve, 16 query heads of dim 128 per KV head, fits the default workspace.
     """
     num_kv_heads, total_q, topk = block_indices.shape
-    most = _dispatch.WORKSPACE_BYTES // bytes_per_query(
+    most = workspaces.WORKSPACE_BYTES // bytes_per_query(
         max(topk, 1), max(num_kv_heads, 1) * LARGEST_GROUP, LARGEST_HEAD_DIM
     )
     return window_for(total_q, max(most, 1))
@@ -171,9 +171,9 @@ class Launch:
     ) -> None:
         """Fill out and lse, one window of queries after the other."""
         total_q, topk = q.shape[0], block_indices.shape[2]
-        at = _dispatch.place(where, total_q, k.shape[0], self.block_size, q.device)
+        at = places.place(where, total_q, k.shape[0], self.block_size, q.device)
         edges, tasks, counts = self.schedule(block_indices, at) if schedule is None else schedule
-        partial_out, partial_lse = _dispatch.partials(workspace, q, self.window, topk)
+        partial_out, partial_lse = workspaces.partials(workspace, q, self.window, topk)
         windows = edges.shape[0]
         claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
         # combine reads [splits, queries, heads, dim]: the slots are the splits.
@@ -225,7 +225,7 @@ class Hybrid(Launch):
         lse: Tensor,
     ) -> None:
         assert schedule is None
-        at = _dispatch.place(where, q.shape[0], k.shape[0], self.block_size, q.device)
+        at = places.place(where, q.shape[0], k.shape[0], self.block_size, q.device)
         rest, rest_counts, shared, shared_counts, last_rows = _split(
             self.splitter, block_indices, at, self.tile_tokens, self.fill
         )
@@ -233,7 +233,7 @@ class Hybrid(Launch):
         windows, num_kv_heads, _ = parts[0].shape
         rounds, group = num_kv_heads // self.heads, q.shape[1] // num_kv_heads
         claims = torch.zeros(windows * rounds, dtype=torch.int32, device=q.device)
-        results = _dispatch.partials(workspace, q[:, : self.heads * group], self.window, block_indices.shape[2])
+        results = workspaces.partials(workspace, q[:, : self.heads * group], self.window, block_indices.shape[2])
         if rounds == 1:
             turns: list[Turn] = [(q, (*parts, claims), index) for index in range(windows)]
             self._attend(q, k, v, at, turns, (shared, shared_counts, rest_counts, last_rows), results, out, lse)
@@ -293,7 +293,7 @@ def prepare(
     attender = _find(facts, backend, "sparse_attention", facts.variant)
     sizes = (num_requests, longest_k, block_size, softmax_scale * LOG2_E)
     tile_tokens = TILE_ROWS // max(num_q_heads // num_kv_heads, LEAST_ROWS)
-    shares = HYBRID and not given and most >= tile_tokens and _dispatch.aligned(out)
+    shares = HYBRID and not given and most >= tile_tokens and lookup.aligned(out)
     if shares and _serves(facts, backend, "shared_attention"):
         merger = _find(facts, backend, "shared_attention", facts.variant)
         block_bytes = 4 * block_size * head_dim
@@ -306,7 +306,7 @@ def prepare(
     if most < least:
         wanted = least * bytes_per_query(topk, num_q_heads, head_dim)
         wanted_text = f"at least {wanted} for a window of {least} queries"
-        _validate.refuse("workspace", f"{workspace_bytes} bytes", wanted_text)
+        validate.refuse("workspace", f"{workspace_bytes} bytes", wanted_text)
     merger = _find(facts, backend, "combine", {"head_dim": head_dim})
     window = window_for(total_q, most) if schedule_window is None else schedule_window
     return Launch(scheduler, attender, merger, *sizes, window, num_sms)
@@ -411,14 +411,12 @@ def combine(
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
-    return _dispatch.part_kernel(facts, backend, op, variant, _features_of(facts, op))
+    return lookup.part_kernel(facts, backend, op, variant, _features_of(facts, op))
 
 
 def _serves(facts: CallFacts, backend: str, op: str) -> bool:
-    from msa_tiles.runtime import serves
-
-    part = _dispatch.part_facts(facts, op, facts.variant, _features_of(facts, op))
-    return serves(op, part, backend=backend, helper=True)
+    part = lookup.part_facts(facts, op, facts.variant, _features_of(facts, op))
+    return runtime.serves(op, part, backend=backend, helper=True)
 
 
 def _features_of(facts: CallFacts, op: str) -> frozenset[str]:

@@ -10,17 +10,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _dispatch, _validate
-from msa_tiles.ops._where import Where
-
-if TYPE_CHECKING:
-    from msa_tiles.ops._dispatch import Place
-    from msa_tiles.runtime import CallFacts
+from msa_tiles.call import validate
+from msa_tiles.call.where import Where
+from msa_tiles.launch import lookup, places, workspaces
+from msa_tiles.launch.places import Place
+from msa_tiles.runtime import CallFacts
 
 LOG2_E = math.log2(math.e)
 
@@ -35,17 +34,17 @@ PART = 256
 
 
 def place(where: Where, total_q: int, total_k: int, device: torch.device) -> Place:
-    """Like `_dispatch.place`, without its virtual rows: paged decode kernels find a request's pages by its number.
+    """Like `places.place`, without its virtual rows: paged decode kernels find a request's pages by its number.
 
     Allocates nothing when the caller gives cu_seqlens_q, and cu_seqlens_k or pages.
     """
     starts_q = where.cu_seqlens_q
     if starts_q is None:
-        starts_q = _dispatch.one_sequence(total_q, device)
+        starts_q = places.one_sequence(total_q, device)
     starts_k = where.cu_seqlens_k
     if starts_k is None:
-        starts_k = starts_q if where.page_table is not None else _dispatch.one_sequence(total_k, device)
-    return _dispatch.starting_at(where, starts_q, starts_k)
+        starts_k = starts_q if where.page_table is not None else places.one_sequence(total_k, device)
+    return places.starting_at(where, starts_q, starts_k)
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,7 +127,7 @@ class Attention:
         if self.splits == 1:
             partial_out, partial_lse = out[None], lse[None]
         else:
-            partial_out, partial_lse = _dispatch.partials(workspace, q, self.splits, q.shape[0])
+            partial_out, partial_lse = workspaces.partials(workspace, q, self.splits, q.shape[0])
         self.attender(
             q,
             k,
@@ -184,12 +183,12 @@ def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int) ->
 
 def split_bytes(total_q: int, num_q_heads: int, head_dim: int) -> int:
     """What one split takes: BF16 outputs and float32 LSE."""
-    return max(1, _dispatch.partial_bytes(total_q, num_q_heads, head_dim))
+    return max(1, workspaces.partial_bytes(total_q, num_q_heads, head_dim))
 
 
 def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int) -> tuple[int, int]:
     """The workspace of `step`: bytes of the scores, rounded up to `PART`, and of the partial results behind them."""
-    splits = splits_for(q, num_kv_heads, topk, _dispatch.WORKSPACE_BYTES)
+    splits = splits_for(q, num_kv_heads, topk, workspaces.WORKSPACE_BYTES)
     scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
     return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
 
@@ -223,7 +222,7 @@ class Step:
         if workspace is None:
             workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
         elif workspace.numel() < total:
-            _validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
+            validate.refuse("workspace", f"{workspace.numel()} bytes", f"at least {total}, see decode_workspace_bytes")
         shape = (idx_q.shape[1], q.shape[0], self.num_blocks)
         used = 4 * math.prod(shape)
         # One call for all parts: each takes the host longer than the arithmetic about it.
@@ -262,4 +261,4 @@ def prepare_step(
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:
     # Pages and positions concern the kernels that read keys; the merge reads our own buffers.
     features = frozenset() if op == "combine" else facts.features
-    return _dispatch.part_kernel(facts, backend, op, variant, features)
+    return lookup.part_kernel(facts, backend, op, variant, features)

@@ -14,17 +14,16 @@ The whole prefix goes the same way: its blocks are PREFIX_SLOTS slots at a time,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from msa_tiles.ops import _attention_kernels, _dispatch, _validate
-from msa_tiles.ops._attention_kernels import LOG2_E
-
-if TYPE_CHECKING:
-    from msa_tiles.ops._dispatch import Place
-    from msa_tiles.runtime import CallFacts
+from msa_tiles.call import validate
+from msa_tiles.launch import attention, lookup
+from msa_tiles.launch.attention import LOG2_E
+from msa_tiles.launch.places import Place
+from msa_tiles.runtime import CallFacts
 
 # Blocks of the prefix that make up one schedule: the most slots that an edge can name.
 PREFIX_SLOTS = 64
@@ -97,11 +96,11 @@ def index_kl(
                 slots = torch.arange(first, first + PREFIX_SLOTS, dtype=torch.int32, device=q.device)
                 ids = slots.expand(1, total_q, PREFIX_SLOTS)
             assert ids is not None
-            made = _attention_kernels.allocate_schedule(
+            made = attention.allocate_schedule(
                 ids, num_requests=num_requests, max_seqlen_k=reach, block_size=block_size, window=window
             )
             edges, tasks, counts = made
-            _attention_kernels.build_schedule(
+            attention.build_schedule(
                 facts, ids, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
             )
             yield WindowSchedule(edges, tasks, counts, window)
@@ -227,16 +226,16 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 
 def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) -> int:
     """How many tasks of one head the edges of a window can make."""
-    return min(edges, num_requests * -(-longest_k // block_size)) + edges // _attention_kernels.CHUNK
+    return min(edges, num_requests * -(-longest_k // block_size)) + edges // attention.CHUNK
 
 
 def choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
     """Queries per window, so that what grows with them fits the workspace."""
-    window = _attention_kernels.window_for(total_q, _attention_kernels.MOST_QUERIES)
+    window = attention.window_for(total_q, attention.MOST_QUERIES)
     while window > 1 and bytes_of(window) > workspace_bytes:
         window = -(-window // 2)
     if bytes_of(window) > workspace_bytes:
-        _validate.refuse(
+        validate.refuse(
             "workspace", f"{workspace_bytes} bytes", f"at least {bytes_of(1)} for the partial gradients of one query"
         )
     return window
@@ -252,4 +251,4 @@ def kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) 
         if op != facts.op
         else facts.features
     )
-    return _dispatch.part_kernel(facts, backend, op, variant, features)
+    return lookup.part_kernel(facts, backend, op, variant, features)

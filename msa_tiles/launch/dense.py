@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from msa_tiles.runtime import NoKernelError
+
 NAMES = ("fa4", "torch")
 
 
@@ -44,8 +46,6 @@ def choose(q: Tensor, backend: str) -> str:
 
 
 def _refuse(q: Tensor, reasons: list[str]) -> NoReturn:
-    from msa_tiles.runtime import NoKernelError
-
     head = f"dense_attention: no library serves this call ({q.device}, {q.dtype}, head_dim={q.shape[2]}):"
     raise NoKernelError(head + "".join(f"\n  {reason}" for reason in reasons))
 

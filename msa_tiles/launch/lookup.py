@@ -1,0 +1,105 @@
+"""From a validated call to a kernel: what the dispatcher needs to know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import runtime
+from msa_tiles.call.where import Where
+from msa_tiles.paths import specs_dir
+from msa_tiles.runtime import CallFacts, tuned
+from msa_tiles.spec import load
+
+PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+# TMA boxes and the widest loads start at multiples of this many bytes.
+ALIGNMENT = 16
+
+
+def runs_reference(backend: str, device: torch.device) -> bool:
+    """CPU tensors run on the reference; CUDA tensors only when it is asked for."""
+    return backend == "reference" or device.type != "cuda"
+
+
+def call_facts(
+    op: str,
+    where: Where,
+    device: torch.device,
+    precision: str,
+    variant: dict[str, int],
+    wide: tuple[Tensor, ...] = (),
+    refusals: tuple[str, ...] = (),
+    *,
+    queries: int,
+) -> CallFacts:
+    """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time."""
+    features = set()
+    if where.page_table is not None:
+        features.add("paged")
+    if where.q_positions is not None:
+        features.add("q_positions")
+    if where.k_offset is not None:
+        features.add("k_offset")
+    if not all(aligned(tensor) for tensor in wide):
+        features.add("strided_unaligned")
+    return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
+
+
+@functools.lru_cache(maxsize=256)
+def broken_rules(op: str, **dims: int) -> tuple[str, ...]:
+    """Sentences for the rules of the operator's spec that these dims break: no kernel promises anything beyond them."""
+    came = ", ".join(f"{name} = {value}" for name, value in dims.items())
+    rules = load(specs_dir()).operators[op].rules
+    return tuple(f"{came}, wanted {rule}" for rule in rules if rule.names <= dims.keys() and not rule(dims))
+
+
+def find_kernel(facts: CallFacts, backend: str) -> Any:
+    """The kernel that serves the call."""
+    return runtime.find_kernel(facts.op, facts, backend=backend)
+
+
+def part_facts(facts: CallFacts, op: str, variant: Mapping[str, int], features: frozenset[str]) -> CallFacts:
+    """The facts of a kernel that a call launches on its way, with what the call needs of that kernel."""
+    return dataclasses.replace(facts, op=op, variant=variant, features=features)
+
+
+def part_kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int], features: frozenset[str]) -> Any:
+    """That kernel. For those of other operators than the call's own, ``backend`` is a preference."""
+    return runtime.find_kernel(op, part_facts(facts, op, variant, features), backend=backend, helper=op != facts.op)
+
+
+def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:
+    """The kernels' variant of paged keys [pages, …, page, dim]; 0 for flat ones."""
+    return 0 if where.page_table is None else block_size // keys.shape[-2]
+
+
+def oversized_table(where: Where, block_size: int) -> tuple[str, ...]:
+    """Why virtual rows of paged keys do not fit, if they do not: kernels count them in int32."""
+    if where.page_table is None:
+        return ()
+    rows = (where.num_requests + 1) * where.page_table.shape[1] * block_size
+    if rows < 1 << 31:
+        return ()
+    return (f"page_table spans {rows} virtual rows (requests x max_pages x block_size), wanted fewer than 2**31",)
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row of a tensor begins where TMA boxes and the widest loads may."""
+    if tensor.data_ptr() % ALIGNMENT:
+        return False
+    width = tensor.element_size()
+    return all(
+        size == 1 or (stride * width) % ALIGNMENT == 0
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )

@@ -1,0 +1,1 @@
+"""The operators in torch: their registration, calls that were seen before, autograd."""
