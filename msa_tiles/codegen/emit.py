@@ -1,10 +1,14 @@
 """Renders a skeleton into the source of one kernel.
 
-A skeleton is valid Python with three kinds of marks:
+A skeleton is valid Python with these kinds of marks:
 
 - jinja2 statements on lines of their own, `# % if plan.mma == "wgmma"` … `# % endif`;
 - conditional lines, `from … import scaled  # % if precision.scale`: there on that condition, without the mark;
-- value lines, `STAGES = 4  # <- tile.stages`: the literal is replaced by the value of the path, the mark is dropped.
+- value lines, `STAGES = 4  # <- tile.stages`: the literal is replaced by the value of the path, the mark is dropped;
+- operands, `from ….operands import plain as key_value  # <- operands.key_value`: the module is the one that the row
+  takes for this role, and `k: cute.Tensor,  # <- tensors of operands.key_value` is written once for each tensor that a
+  call passes for it (`k`, `k_scale`);
+- `# <- cta`, a line of a docstring: what the file's function `cta` says of the thread block.
 
 All see `plan`, `tile`, `target`, `precision` and `operator`.
 """
@@ -22,8 +26,10 @@ from typing import Any
 import jinja2
 
 from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.sources import PACKAGE
 from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
+from msa_tiles.tables import TableError, constants_of, describe, table_of
 
 SKELETONS = Path(__file__).parent / "skeletons"
 
@@ -31,6 +37,11 @@ _STATEMENT = re.compile(r"\s*# % (?P<statement>.*?):?\s*")
 _CONDITIONAL_LINE = re.compile(r"(?P<code>.*\S)  # % (?P<condition>if .*)")
 _MARK = "# <-"
 _VALUE_LINE = re.compile(r"(?P<name>\s*[A-Za-z_]\w*(?:\s*:[^=]+)?\s*=\s*)(?P<literal>\S.*?)\s*# <- (?P<path>[\w.]+)")
+_OPERAND_LINE = re.compile(
+    r"(?P<before>from (?P<package>[\w.]+) import )\w+(?P<after> as \w+)\s*# <- operands\.(?P<role>\w+)"
+)
+_TENSOR_LINE = re.compile(r"(?P<before>\s*)(?P<name>\w+)(?P<after>(?::.*)?,)\s*# <- tensors of operands\.(?P<role>\w+)")
+_CTA_LINE = re.compile(r"(?P<indent> *)# <- cta\n")
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
 _ENVIRONMENT = jinja2.Environment(
     block_start_string="\x01%",
@@ -47,7 +58,12 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def render(
-    plan: KernelPlan, operator: Operator, target: Target, precision: Precision, skeletons: Path = SKELETONS
+    plan: KernelPlan,
+    operator: Operator,
+    target: Target,
+    precision: Precision,
+    skeletons: Path = SKELETONS,
+    package: Path = PACKAGE,
 ) -> str:
     """The kernel's source, without a header. Raises SpecError at the skeleton's or the row's line."""
     path = skeletons / plan.skeleton
@@ -55,21 +71,66 @@ def render(
         raise SpecError(plan.where, f"{plan.cell} has no skeleton at {shown(path)}")
     file = shown(path)
     tile = _Tile(plan)
-    scope = {"plan": plan, "tile": tile, "target": target, "precision": precision, "operator": operator}
+    scope = {
+        "plan": plan,
+        "tile": tile,
+        "operands": plan.operands,
+        "target": target,
+        "precision": precision,
+        "operator": operator,
+    }
     source = "".join(_marked_lines(path.read_text(encoding="utf-8"), file))
     try:
         template = _template(source)
-        text = template.render(**scope, _value=lambda dotted, line: _value(dotted, scope, Location(file, line)))
+        text = template.render(
+            **scope,
+            _value=lambda dotted, line: _value(dotted, scope, Location(file, line)),
+            _operand=lambda role, line: _operand(role, plan, package, Location(file, line)).stem,
+            _tensors=lambda role, line: _tensors(role, plan, package, Location(file, line)),
+        )
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
     except jinja2.UndefinedError as error:
         raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
-    formulas = plan.threads_formula.names | plan.shared_memory_formula.names
+    formulas = frozenset[str]().union(
+        *(each.names for each in (plan.threads_formula, plan.shared_memory_formula) if each is not None)
+    )
     for name in plan.tile:
         if name not in tile.read and name not in formulas:
             raise SpecError(plan.where, f"{plan.cell}: tile.{name} is read by neither {file} nor a formula of the row")
     _check_module(text, plan, file)
-    return text
+    return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file), text)
+
+
+def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str) -> str:
+    """What the tables of all variants say, as lines of a docstring."""
+    table = table_of(text, package)
+    if table is None:
+        raise SpecError(Location(file, 1), "`# <- cta` stands in a skeleton without a function cta")
+    try:
+        lines = describe([table(**variant) for variant in plan.points()])
+    except TableError as error:
+        raise SpecError(Location(file, 1), f"{plan.cell}: {error}") from error
+    return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
+
+
+def _operand(role: str, plan: KernelPlan, package: Path, where: Location) -> Path:
+    """The file of the module that a plan takes for a role."""
+    if role not in plan.operands:
+        raise SpecError(where, f"{plan.cell} has no operand {role!r}, but {', '.join(plan.operands) or 'none'}")
+    path = package / "dsl" / plan.dsl / "operands" / f"{plan.operands[role]}.py"
+    if not path.is_file():
+        raise SpecError(where, f"operands.{role} of {plan.cell} is {plan.operands[role]}, and {shown(path)} is missing")
+    return path
+
+
+def _tensors(role: str, plan: KernelPlan, package: Path, where: Location) -> tuple[str, ...]:
+    """The endings of the names of the tensors that an operand takes."""
+    path = _operand(role, plan, package, where)
+    endings = constants_of(path).get("TENSORS")
+    if not isinstance(endings, tuple) or not endings or not all(isinstance(ending, str) for ending in endings):
+        raise SpecError(where, f"{shown(path)} does not say its TENSORS, a tuple of endings")
+    return endings
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,8 +170,15 @@ def _marked_lines(source: str, file: str) -> Iterator[str]:
             # The plus keeps the newline that jinja would take away where a blank line follows.
             yield f"\x01% {conditional['condition']} %\x01{conditional['code']}\n\x01% endif +%\x01"
             continue
-        if _MARK not in line:
+        if _MARK not in line or _CTA_LINE.fullmatch(line):
             yield line
+            continue
+        if operand := _OPERAND_LINE.fullmatch(line.rstrip("\n")):
+            yield f'{operand["before"]}\x01( _operand("{operand["role"]}", {number}) )\x01{operand["after"]}\n'
+            continue
+        if tensors := _TENSOR_LINE.fullmatch(line.rstrip("\n")):
+            yield f'\x01% for _ending in _tensors("{tensors["role"]}", {number}) %\x01'
+            yield f"{tensors['before']}{tensors['name']}\x01( _ending )\x01{tensors['after']}\n\x01% endfor +%\x01"
             continue
         match = _VALUE_LINE.fullmatch(line.rstrip("\n"))
         if match is None or not _is_literal(match["literal"]):

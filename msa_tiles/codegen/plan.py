@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from msa_tiles.spec import (
     Expression,
@@ -20,7 +20,9 @@ from msa_tiles.spec import (
 )
 from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
+from msa_tiles.tables import Table, TableError
 
+OPERANDS = {"bf16": "plain", "fp8": "e4m3"}  # of keys and values
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
@@ -34,11 +36,12 @@ class KernelPlan:
     target: str
     precision: str
     compute: str
+    operands: Mapping[str, str]  # role -> device module that loads its tensors
     mma: str
     tile: Mapping[str, int]
-    threads_formula: Expression
-    shared_memory_formula: Expression
-    registers_formula: Expression | None  # None: left to the compiler
+    threads_formula: Expression | None  # None: the kernel's table says
+    shared_memory_formula: Expression | None  # likewise
+    registers_formula: Expression | None  # None: the table says, or the compiler
     tensor_memory_formula: Expression | None  # None: it takes none
     expected_opcodes: tuple[str, ...]
     forbidden_opcodes: tuple[str, ...]
@@ -47,6 +50,9 @@ class KernelPlan:
     ci: tuple[Point, ...]
     features: tuple[str, ...]
     where: Location = field(compare=False)
+    table: Callable[..., Table] | None = field(
+        default=None, compare=False
+    )  # of a variant, where the kernel declares it
 
     @property
     def file(self) -> str:
@@ -60,14 +66,20 @@ class KernelPlan:
 
     def threads(self, variant: Point) -> int:
         """Threads of a block of this variant."""
+        if self.threads_formula is None:
+            return self._table(variant).threads
         return int(self.threads_formula({**self.tile, **variant}))
 
     def shared_memory(self, variant: Point) -> int:
         """Bytes of shared memory that a block of this variant takes."""
+        if self.shared_memory_formula is None:
+            return self._table(variant).shared_memory
         return int(self.shared_memory_formula({**self.tile, **variant}))
 
     def registers(self, variant: Point) -> int:
         """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
+        if self.threads_formula is None:
+            return self._table(variant).registers
         return int(self.registers_formula({**self.tile, **variant})) if self.registers_formula else 0
 
     def tensor_memory(self, variant: Point) -> int:
@@ -78,6 +90,11 @@ class KernelPlan:
         """Every variant that the cell declares."""
         for values in itertools.product(*self.variants.values()):
             yield dict(zip(self.variants, values, strict=True))
+
+    def _table(self, variant: Point) -> Table:
+        if self.table is None:
+            raise SpecError(self.where, f"{self.cell}: neither the row nor the kernel says how many threads it has")
+        return self.table(**variant)
 
 
 def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
@@ -117,6 +134,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         target=row.target,
         precision=row.precision,
         compute=row.compute,
+        operands=frozen({"key_value": OPERANDS[precision.name]}),
         mma=row.mma,
         tile=row.tile,
         threads_formula=row.threads,
@@ -131,14 +149,33 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         features=row.features,
         where=row.where,
     )
+    if row.threads is not None:
+        _check(plan, target)
+    return plan
+
+
+def completed(plan: KernelPlan, table: Callable[..., Table] | None, target: Target) -> KernelPlan:
+    """The plan with the table of its rendered kernel, which stands in for the row's formulas.
+
+    Raises SpecError where both or none are there, or when a declared variant is illegal.
+    """
+    if table is None:
+        return plan
+    if plan.threads_formula is not None:
+        raise SpecError(plan.where, f"{plan.cell}: the kernel has a table; threads and memory in the row say it twice")
+    plan = replace(plan, table=table)
+    _check(plan, target)
+    return plan
+
+
+def _check(plan: KernelPlan, target: Target) -> None:
     for variant in plan.points():
         try:
             refusal = illegal(plan, target, variant)
-        except ExpressionError as error:
-            raise SpecError(row.where, f"{plan.cell}: {error}") from error
+        except (ExpressionError, TableError) as error:
+            raise SpecError(plan.where, f"{plan.cell}: {error}") from error
         if refusal:
-            raise SpecError(row.where, f"{plan.cell}: {refusal}")
-    return plan
+            raise SpecError(plan.where, f"{plan.cell}: {refusal}")
 
 
 @dataclass(frozen=True)

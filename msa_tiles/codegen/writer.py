@@ -12,10 +12,11 @@ from msa_tiles.codegen.contract import MADE_BY, header
 from msa_tiles.codegen.digest import digest_of, recorded_digest
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
-from msa_tiles.codegen.plan import KernelPlan, Selection, plans
+from msa_tiles.codegen.plan import KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
 from msa_tiles.sources import PACKAGE, without_header
 from msa_tiles.spec import Specs, load
+from msa_tiles.tables import table_of
 
 INDEX = "index.json"
 
@@ -43,10 +44,13 @@ def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) 
     """Render every cell. Same specs, same bytes. Raises SpecError."""
     files: dict[str, str] = {}
     digests: dict[str, str] = {}
-    all_plans = plans(specs)
-    for plan in all_plans:
-        operator, precision = specs.operators[plan.op], specs.precisions[plan.precision]
-        body = render(plan, operator, specs.targets[plan.target], precision, skeletons)
+    all_plans = []
+    for planned in plans(specs):
+        operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
+        target = specs.targets[planned.target]
+        body = render(planned, operator, target, precision, skeletons, package)
+        plan = completed(planned, table_of(body, package), target)
+        all_plans.append(plan)
         digests[plan.cell] = digest_of(body, plan.dsl, package)
         files[plan.file] = header(plan, operator, precision, digests[plan.cell]) + body
     return Generated(tuple(all_plans), files, index(specs, all_plans, digests))

@@ -13,6 +13,7 @@ from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import SOURCES, Entry
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.spec import Expression
+from msa_tiles.tables import Table, table_of
 
 FORMAT = 1
 # `/*0040*/  @!P0 HGMMA.64x128x16.F32.BF16 …`: an address, perhaps a predicate, then the opcode with its modifiers.
@@ -21,6 +22,7 @@ _USAGE = re.compile(r"Function (\S+):\s*\n\s*(REG:.*)")
 _RESERVED_SHARED = 1024  # the driver's share, which cuobjdump adds for every function with static shared memory
 _REGISTER_UNIT = 256  # registers are handed out to a warp in units of this many
 _WARP = 32
+_BARRIER = "SYNCS.EXCH.64"  # sets up an mbarrier
 # `tl::tmem_allocate((&(S[0])), 256);` in CUDA; `tcgen05.alloc.….b32 [%r6], %r65;` after `mov.b32 %r65, 256;` in PTX.
 _ALLOCATIONS = {
     "tilelang": re.compile(r"\btmem_allocate\b.*, *(\w+)\);"),
@@ -62,7 +64,7 @@ def complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: En
     """What is wrong with a compiled variant: sentences, none when the audit holds."""
     found = measured(entry)
     return [
-        *_resource_complaints(cell, variant, target, entry.meta["kernels"], found["functions"]),
+        *_resource_complaints(cell, variant, target, entry.meta["kernels"], found["functions"], found["opcodes"]),
         *_tensor_memory_complaints(cell, variant, target, entry),
         *_opcode_complaints(cell.entry["expect"], cell.entry["forbid"], found["opcodes"]),
         *_pipeline_complaints(found["opcodes"]),
@@ -83,12 +85,10 @@ def _resource_complaints(
     target: Target,
     launches: Mapping[str, Mapping[str, int]],
     functions: Mapping[str, Mapping[str, int]],
+    opcodes: Mapping[str, int],
 ) -> list[str]:
     found = []
-    names: dict[str, int | float] = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits}
-    names["threads"] = promised_threads = Expression(str(cell.entry["threads"]))(names)
-    promised_shared = Expression(str(cell.entry["shared_memory"]))(names)
-    redistributed = Expression(str(cell.entry["registers"] or 0))(names)
+    table, (promised_threads, promised_shared, redistributed) = _promises(cell, variant)
     for name, function in functions.items():
         if name not in launches:
             found.append(f"{name} is in the device code but is never launched")
@@ -116,14 +116,31 @@ def _resource_complaints(
                 allotted > target.registers_per_sm,
                 f"needs {allotted} registers for a block, {target.name} has {target.registers_per_sm}",
             ),
-            (shared > promised_shared, f"uses {shared} bytes of shared memory, the plan says {promised_shared}"),
+            (
+                shared > promised_shared or (table is not None and shared < promised_shared),
+                f"uses {shared} bytes of shared memory, the plan says {promised_shared}",
+            ),
             (
                 shared > target.shared_memory_per_block,
                 f"uses {shared} bytes of shared memory, {target.name} allows {target.shared_memory_per_block}",
             ),
         ]
         found.extend(f"{name} {sentence}" for wrong, sentence in checks if wrong)
+    if table is not None and (made := opcodes.get(_BARRIER, 0)) != len(table.barriers):
+        found.append(f"the code makes {made} barriers, the kernel's table has {len(table.barriers)}")
     return found
+
+
+def _promises(cell: Cell, variant: Mapping[str, int]) -> tuple[Table | None, tuple[int | float, ...]]:
+    """Threads, bytes of shared memory and registers that the kernel's table, or its row, says a block takes."""
+    table_of_variant = table_of(cell.file.read_text(encoding="utf-8"))
+    if table_of_variant is not None:
+        table = table_of_variant(**variant)
+        return table, (table.threads, table.shared_memory, table.registers)
+    names: dict[str, int | float] = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits}
+    names["threads"] = threads = Expression(str(cell.entry["threads"]))(names)
+    shared = Expression(str(cell.entry["shared_memory"]))(names)
+    return None, (threads, shared, Expression(str(cell.entry["registers"] or 0))(names))
 
 
 def _tensor_memory_complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: Entry) -> list[str]:

@@ -196,14 +196,16 @@ def _tolerance(node: Node, outputs: Any) -> Any:
 
 def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
     keys = node.fields(
-        ("dsl", "target", "precision", "compute", "mma", "tile", "threads", "shared_memory"),
-        optional=("copy", "registers", "tensor_memory", "expect", "features", "ci"),
+        ("dsl", "target", "precision", "compute", "mma", "tile"),
+        optional=("threads", "shared_memory", "copy", "registers", "tensor_memory", "expect", "features", "ci"),
     )
     tile_keys = keys["tile"].entries()
     for name, value in tile_keys.items():
         if name in variants.names:
             raise value.error(f"tile name {name!r} is also a compile-time dim of {op}")
     sizes = (*tile_keys, *variants.names)
+    if ("threads" in keys) != ("shared_memory" in keys):
+        raise node.error("threads and shared_memory come together, or not at all where the kernel has a table")
     if "features" in keys:
         for item in keys["features"].items():
             if (feature := item.string()) not in features:
@@ -216,8 +218,8 @@ def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> K
         mma=keys["mma"].string(),
         copy=keys["copy"].strings() if "copy" in keys else (),
         tile=frozen({name: value.integer(minimum=0) for name, value in tile_keys.items()}),
-        threads=_expression(keys["threads"], sizes),
-        shared_memory=_expression(keys["shared_memory"], sizes),
+        threads=_expression(keys["threads"], sizes) if "threads" in keys else None,
+        shared_memory=_expression(keys["shared_memory"], sizes) if "shared_memory" in keys else None,
         registers=_expression(keys["registers"], sizes) if "registers" in keys else None,
         tensor_memory=_expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
         expect=read_opcodes(keys["expect"]) if "expect" in keys else (),

@@ -209,8 +209,8 @@ class KernelRow:
     mma: str
     copy: tuple[str, ...]
     tile: Mapping[str, int]
-    threads: Expression
-    shared_memory: Expression  # bytes of a block
+    threads: Expression | None  # None: the kernel's table says, and how much memory and how many registers
+    shared_memory: Expression | None  # bytes of a block
     registers: Expression | None  # of a block, where the kernel sets them itself
     tensor_memory: Expression | None  # columns of a block, where it takes any
     expect: tuple[str, ...]  # opcodes to find besides those of mma and copy

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from toy import Toy
 
-from msa_tiles.spec import SpecError
+from msa_tiles.codegen import produce
+from msa_tiles.spec import SpecError, load
 
 
 def test_the_kernel_is_the_skeleton_with_its_values(toy: Toy) -> None:
@@ -86,6 +89,123 @@ def test_the_header_states_the_contract(toy: Toy) -> None:
         "# Does not serve",
         "#   paged  rows in pages",
     ]
+
+
+OPERAND = """'''An operand.'''
+
+from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane
+
+TENSORS = ("", "_scale")
+
+
+@declares
+def parts(name, width):
+    return Parts((), (buffer(f"{name}_tiles", "int32", width=width),))
+"""
+PARTS = """from msa_tiles.dsl.tilelang.operands import other as key_value  # <- operands.key_value
+from msa_tiles.dsl.cutedsl.table import Role, Table, declares
+
+
+@declares
+def cta(width):
+    keys = key_value.parts("k", width)
+    return Table((Role("all", ROWS, "everything"),), keys.pipelines, keys.buffers)
+
+
+class Kernel:
+    '''
+    # <- cta
+    '''
+
+    def call(
+        self,
+        k: object,  # <- tensors of operands.key_value
+        n: int,
+    ):
+        use(
+            k,  # <- tensors of operands.key_value
+        )
+
+
+def scale("""
+FORMULAS = (
+    "    threads: rows * width / 16\n    shared_memory: 2 * rows * width\n    registers: 100 * rows * width / 16\n"
+)
+
+
+@pytest.fixture
+def package(toy: Toy, package: Callable[[dict[str, str]], Path]) -> Path:
+    """Device helpers with the operand that the toy's row takes; its skeleton is made of operand and table."""
+    toy.edit(toy.skeleton, "def scale(", PARTS)
+    toy.edit(toy.operator, FORMULAS, "")
+    return package({"dsl/tilelang/operands/plain.py": OPERAND})
+
+
+def test_operands_and_table(toy: Toy, package: Path) -> None:
+    generated = produce(load(toy.specs), toy.skeletons, package)
+    text = generated.files["tilelang/toy/scale_bf16.py"]
+    assert "\nfrom msa_tiles.dsl.tilelang.operands import plain as key_value\n" in text
+    assert "        self,\n        k: object,\n        k_scale: object,\n        n: int,\n" in text
+    assert "        use(\n            k,\n            k_scale,\n        )\n" in text
+    assert (
+        """    '''
+    Warps
+      0 .. 7  all: everything
+
+    Pipelines
+
+    Shared memory
+      k_tiles [width] int32
+      barriers
+    '''
+"""
+        in text
+    )
+    [plan] = generated.plans
+    assert (plan.threads({"width": 64}), plan.shared_memory({"width": 64})) == (256, 256)
+    assert generated.index["cells"][0]["threads"] is generated.index["cells"][0]["shared_memory"] is None
+
+
+# What is changed in which file, and the sentence that it gets.
+PART_MISTAKES = {
+    "no such role": (
+        "skeleton",
+        "# <- operands.key_value",
+        "# <- operands.query",
+        "has no operand 'query', but key_value",
+    ),
+    "no such file": (
+        "operand",
+        None,
+        None,
+        "operands.key_value of scale.tilelang.toy.bf16 is plain, and .* is missing",
+    ),
+    "no tensors": ("operand", "TENSORS", "ENDINGS", "does not say its TENSORS"),
+    "no table": ("skeleton", "def cta(", "def block(", "`# <- cta` stands in a skeleton without a function cta"),
+    "a buffer left out": (
+        "operand",
+        "Parts((), (",
+        "Parts((Pipeline(name, 1, (lane('all'),), fills=('other',)),), (",
+        "k fills other, which is no buffer",
+    ),
+    "said twice": ("operator", "expect:", f"{FORMULAS.strip()}\n    expect:", "say it twice"),
+    "one of two": ("operator", "expect:", "threads: rows * 32\n    expect:", "threads and shared_memory come together"),
+    "too much": ("operand", "width=width", "width=width * 100000", "bytes of shared memory at width=64 exceed the"),
+    "other dims": ("skeleton", "def cta(width)", "def cta(height)", "cta is no plain Python over marked functions"),
+}
+
+
+@pytest.mark.parametrize("name", PART_MISTAKES)
+def test_mistakes_in_parts(name: str, toy: Toy, package: Path) -> None:
+    which, old, new, sentence = PART_MISTAKES[name]
+    operand = package / "dsl/tilelang/operands/plain.py"
+    path = {"skeleton": toy.skeleton, "operator": toy.operator, "operand": operand}[which]
+    if old is None or new is None:
+        path.unlink()
+    else:
+        toy.edit(path, old, new)
+    with pytest.raises(SpecError, match=sentence):
+        produce(load(toy.specs), toy.skeletons, package)
 
 
 # What is changed in the skeleton, and the sentence that the changed line gets.

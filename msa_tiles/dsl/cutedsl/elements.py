@@ -2,4 +2,10 @@
 
 import cutlass
 
-ELEMENTS = {"bfloat16": cutlass.BFloat16}
+ELEMENTS = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "int32": cutlass.Int32,
+}

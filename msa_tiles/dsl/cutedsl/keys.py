@@ -53,6 +53,14 @@ class Blocks:
         """One block of one head -> boxes; `full` gets its bytes and one arrival. A whole warp calls it."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.block_bytes)
+        self.copy(atom, keys, row, pages, head, boxes, full)
+
+    @cute.jit
+    def copy(
+        self, atom: cute.CopyAtom, keys: cute.Tensor, row: Int32, pages, head: Int32, boxes: cute.Tensor,
+        full: cute.Pointer,
+    ):  # fmt: skip
+        """`load` without the arrival: block_bytes, told to `full`."""
         for panel in cutlass.range_constexpr(self.head_dim // tma.PANEL):
             if cutlass.const_expr(self.pages_per_block > 0):
                 for p in cutlass.range_constexpr(self.pages_per_block):

@@ -1,6 +1,6 @@
 """Attention of few queries over their selected blocks, split over the blocks: the decode twin of sparse_attention.
 
-Grid: (split, KV head, query). A CTA takes an equal share of the query's slots and walks those whose block the query
+Grid: (query, KV head, split). A CTA takes an equal share of the query's slots and walks those whose block the query
 sees with a running softmax; the shares are merged by `combine`. One split writes the answer itself.
 
 The products are turned round: S^T = K Q^T and O^T = V^T P^T, keys and columns of V as the 64 rows of the tensor cores
@@ -14,29 +14,28 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import softmax, threshold, tma, turned, wgmma
+from msa_tiles.dsl.cutedsl import softmax, threshold, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
-from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, first_bit, request_of
+from msa_tiles.dsl.cutedsl.warp import ballot, first_bit, request_of
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = "bfloat16"  # <- precision.element
+OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 3  # <- tile.stages
-THREADS = 256
-GROUP = 128  # threads of the consumer warpgroup
-WARPS = GROUP // WARP
-WARP_ROWS = 16  # of 64 rows
+WARPS = 4  # of the consumer warpgroup
+CHOOSERS = 3  # warps
+LEAST_COLUMNS = 8  # of a product
 LIST = 64
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN.
 LOWEST = -1.0e30
@@ -57,8 +56,49 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim, block_size, group, pages_per_block, scored_blocks):
+    """What a thread block is made of."""
+    columns = max(group, LEAST_COLUMNS)
+    keys, values = (
+        key_value.parts(name, head_dim, block_size, STAGES, producer="producer", readers="consumer") for name in "kv"
+    )
+    choice = (
+        buffer("counts", "int32", warps=WARPS + 1 + CHOOSERS, sums=2, turns=2),
+        buffer("candidates", "int32", threads=WARP * (WARPS + 1 + CHOOSERS), id_and_key=2),
+        buffer("list", "int32", ids=LIST, note="the chosen blocks"),
+    )
+    return Table(
+        roles=(
+            Role("consumer", WARPS, "S^T = K Q^T, softmax, O^T += V^T P^T, one block after the other"),
+            Role("producer", 1, "loads Q once, then K and V of one block a stage; its lanes look up ids and pages"),
+            Role("chooser", CHOOSERS, "with scores, helps to choose the ids and writes them; else idle"),
+        ),
+        pipelines=(
+            Pipeline("q", 1, (lane("producer"),), fills=("queries",), bytes=2 * group * head_dim),
+            *keys.pipelines,
+            *values.pipelines,
+        ),
+        buffers=(
+            *keys.buffers,
+            *values.buffers,
+            buffer(
+                "queries", "bfloat16", align=1024, note="laid out as msa_tiles.dsl.cutedsl.gather says",
+                columns=columns, head_dim=head_dim,
+            ),
+            buffer(
+                "weights", key_value.WEIGHTS, align=1024, note="P, swizzled, in panels of 64 keys",
+                columns=columns, block_size=block_size,
+            ),
+            buffer("maxima", "float32", warps=WARPS, columns=columns, note="of each consumer warp's rows"),
+            buffer("sums", "float32", warps=WARPS, columns=columns, note="likewise"),
+            *(choice if scored_blocks else ()),
+        ),
+    )  # fmt: skip
+
+
 class Shared(NamedTuple):
-    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+    """What the CTA keeps in shared memory."""
 
     queries: Any
     keys: Any
@@ -68,10 +108,6 @@ class Shared(NamedTuple):
     sums: Any
     best: Any
     q_full: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
 
 
 class Share(NamedTuple):
@@ -85,25 +121,12 @@ class Share(NamedTuple):
     ids: Any  # block_indices[head, token]
     first_ids: Any  # the ids of the first 32 slots, one a lane, where they are given
     request: Any
-    length: Any
     limit: Any  # the last visible key
 
 
 class SparseDecode:
-    """Warps
-      warps 0 .. 3   consumer warpgroup: S^T = K Q^T, softmax, O^T += V^T P^T, one block after the other
-      warp 4         producer: loads Q once, then K and V of one block a stage; its lanes look up ids and pages
-      warps 5 .. 7   with scores: they help to choose the ids, and write them; else idle
-
-    Pipelines (name: depth, arrivals)
-      q_full: 1, 1 producer lane + TMA bytes
-      k_full, v_full: STAGES, 1 producer lane + TMA bytes      k_free, v_free: STAGES, 1 lane of each consumer warp
-
-    Shared memory, tiles swizzled by 128 bytes
-      keys and values [STAGES, block_size, head_dim], in panels of 64 columns
-      queries [columns, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says; columns is 8 or 16
-      weights [columns, block_size]: P, in panels of 64 keys
-      maxima, sums: of each consumer warp's rows      counts, candidates, list: for the choice of the ids      barriers
+    """
+    # <- cta
 
     A warp holds 16 of every 64 rows, that is keys, of S^T: the maxima of a column go through shared memory, the sums
     only at the end. Two barriers a block: maxima written, and P written, which also parts the readers of the maxima
@@ -112,17 +135,23 @@ class SparseDecode:
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block, scored_blocks):
-        self.element = ELEMENTS[ELEMENT]
+        self.cta = cta(head_dim, block_size, group, pages_per_block, scored_blocks)
+        self.keys, self.values = (
+            key_value.Left(
+                name, self.cta, head_dim, block_size, pages_per_block, readers="consumer", transposed=name == "v"
+            )
+            for name in "kv"
+        )
         self.head_dim = head_dim
         self.block_size = block_size
         self.group = group
+        self.pages_per_block = pages_per_block
         self.scored_blocks = scored_blocks
-        self.rows = Rows(self.element, head_dim, group)
-        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
+        self.rows = Rows(self.keys.element, head_dim, group)
         self.columns = self.rows.rows_per_token
 
     def arguments(self):
-        """Stand-ins for cute.compile: 12 tensors, 5 scalars and the stream."""
+        """Stand-ins for cute.compile: tensors, 5 scalars and the stream."""
         total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         splits = cute.sym_int()
         # Without scores any tensor of their rank stands in, of any strides.
@@ -133,16 +162,10 @@ class SparseDecode:
             strides = (*(cute.sym_int64() for _ in shape[1:]), last)
             return make_fake_tensor(element, shape, strides, assumed_align=align)
 
-        def keys():
-            shape = (cute.sym_int(), kv_heads, self.head_dim)
-            if self.blocks.pages_per_block:
-                shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return tensor(self.element, *shape, align=tma.BYTES)
-
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            keys(),
-            keys(),
+            tensor(self.keys.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            *self.keys.arguments(kv_heads),
+            *self.values.arguments(kv_heads),
             tensor(Int32, cute.sym_int(), cute.sym_int()),
             tensor(Int32, kv_heads, total_q, cute.sym_int(), last=cute.sym_int64()),
             tensor(Int32, cute.sym_int()),
@@ -150,7 +173,7 @@ class SparseDecode:
             tensor(Int32, cute.sym_int()),
             tensor(Int32, cute.sym_int()),
             tensor(Float32, cute.sym_int(), cute.sym_int(), cute.sym_int(), last=score_stride),
-            tensor(self.element, splits, total_q, q_heads, self.head_dim),
+            tensor(ELEMENTS[OUTPUT], splits, total_q, q_heads, self.head_dim),
             tensor(Float32, splits, total_q, q_heads, last=cute.sym_int64()),
             Float32(0.0),
             *(Int32(0) for _ in range(4)),
@@ -159,22 +182,41 @@ class SparseDecode:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, page_table: cute.Tensor, block_indices: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        score: cute.Tensor, partial_out: cute.Tensor, partial_lse: cute.Tensor, scale_log2: Float32,
-        use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, stream,
-    ):  # fmt: skip
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,  # <- tensors of operands.key_value
+        v: cute.Tensor,  # <- tensors of operands.key_value
+        page_table: cute.Tensor,
+        block_indices: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,
+        q_positions: cute.Tensor,
+        score: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        scale_log2: Float32,
+        use_seqused: Int32,
+        use_positions: Int32,
+        init_blocks: Int32,
+        local_blocks: Int32,
+        stream,
+    ):
         """Launch, as early as the kernel before allows. An absent tensor is any other of its rank and type."""
         q_atom, mQ = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), self.rows.described(q))
-        k_atom, mK = self.blocks.described(k)
-        v_atom, mV = self.blocks.described(v)
+        keys = self.keys.stored(
+            k,  # <- tensors of operands.key_value
+        )
+        values = self.values.stored(
+            v,  # <- tensors of operands.key_value
+        )
         self.kernel(
-            q_atom, mQ, k_atom, mK, v_atom, mV, page_table, block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            q_positions, score, partial_out, partial_lse, scale_log2, use_seqused, use_positions, init_blocks,
-            local_blocks,
+            q_atom, mQ, keys, values, page_table, block_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
+            score, partial_out, partial_lse, scale_log2, use_seqused, use_positions, init_blocks, local_blocks,
         ).launch(
-            grid=(partial_out.shape[0], block_indices.shape[0], block_indices.shape[1]),
-            block=(THREADS, 1, 1),
+            # Queries may be more than 65,535, heads and splits are not.
+            grid=(block_indices.shape[1], block_indices.shape[0], partial_out.shape[0]),
+            block=(self.cta.threads, 1, 1),
             # One CTA fills the shared memory: it may have all registers.
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -183,17 +225,17 @@ class SparseDecode:
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
-        mV: cute.Tensor, page_table: cute.Tensor, block_indices: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, score: cute.Tensor,
-        partial_out: cute.Tensor, partial_lse: cute.Tensor, scale_log2: Float32, use_seqused: Int32,
-        use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k: tuple, v: tuple, page_table: cute.Tensor,
+        block_indices: cute.Tensor, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor,
+        q_positions: cute.Tensor, score: cute.Tensor, partial_out: cute.Tensor, partial_lse: cute.Tensor,
+        scale_log2: Float32, use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
     ):  # fmt: skip
-        split, head, token = cute.arch.block_idx()
-        splits, num_kv_heads, _ = cute.arch.grid_dim()
+        token, head, split = cute.arch.block_idx()
+        _, num_kv_heads, splits = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.allocate(SmemAllocator(), (q_atom, k_atom, v_atom))
+        producer, chooser = self.cta.first_warp("producer"), self.cta.first_warp("chooser")
+        shared = self.allocate(SmemAllocator(), (q_atom, *self.keys.atoms(k), *self.values.atoms(v)))
         topk = Int32(block_indices.shape[2])
         # Slots split * topk / splits and on: shares differ by one slot at most.
         first_slot, last_slot = split * topk // splits, (split + 1) * topk // splits
@@ -202,9 +244,9 @@ class SparseDecode:
             cute.arch.griddepcontrol_wait()
         # With scores, the kernel before is the one that writes them and nothing else, and it began when all before it
         # was there: only the scores are waited for.
-        if warp_index == WARPS:
+        if warp_index == producer:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.rows.token_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.cta.bytes_of("q"))
             boxes = self.rows.boxes(shared.queries, 1)[None, None, None, None, None, 0, 0]
             self.rows.load(q_atom, mQ, token, head, boxes, shared.q_full)
         # Given ids are on their way while the request is looked up.
@@ -212,9 +254,7 @@ class SparseDecode:
         if cutlass.const_expr(self.scored_blocks == 0):
             if first_slot + cute.arch.lane_idx() < last_slot:
                 first_ids = block_indices[head, token, first_slot + cute.arch.lane_idx()]
-        request, length, limit = self.see(
-            cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions, token
-        )
+        request, limit = self.see(cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions, token)
         wanted = topk
         if cutlass.const_expr(self.scored_blocks > 0):
             cute.arch.griddepcontrol_wait()
@@ -224,74 +264,63 @@ class SparseDecode:
             row = threshold.Row(score, head * heads, heads, token)
             valid = cutlass.min((limit + self.block_size) // self.block_size, Int32(score.shape[2]))
             wanted = cutlass.min(topk, valid)
-            read = cute.make_rmem_tensor(self.scored_blocks // THREADS, Float32)
+            read = cute.make_rmem_tensor(self.scored_blocks // self.cta.threads, Float32)
             read.fill(Float32.nan)
-            threshold.read_scores(row, valid, read, THREADS)
-            keys = threshold.keys_of(read, valid, init_blocks, local_blocks, THREADS)
-            threshold.list_best(keys, wanted, valid, shared.best, THREADS)
+            threshold.read_scores(row, valid, read, self.cta.threads)
+            keys = threshold.keys_of(read, valid, init_blocks, local_blocks, self.cta.threads)
+            threshold.list_best(keys, wanted, valid, shared.best, self.cta.threads)
         share = Share(
-            head, token, first_slot, last_slot, wanted, block_indices[head, token, None], first_ids, request, length,
-            limit,
-        )  # fmt: skip
-        if warp_index < WARPS:
+            head, token, first_slot, last_slot, wanted, block_indices[head, token, None], first_ids, request, limit
+        )
+        if warp_index < producer:
             out = partial_out[split, token, None, None]
             lse = partial_lse[split, token, None]
-            self.consume(shared, share, scale_log2, warp_index, out, lse)
-        elif warp_index == WARPS:
-            self.produce(k_atom, mK, v_atom, mV, page_table, cu_seqlens_k, shared, share)
+            self.consume(k, v, shared, share, scale_log2, warp_index, out, lse)
+        elif warp_index < chooser:
+            self.produce(k, v, page_table, cu_seqlens_k, shared, share)
         elif cutlass.const_expr(self.scored_blocks > 0):
             if split == 0:
-                threshold.write_row(shared.best, thread - (GROUP + WARP), wanted, share.ids)
+                threshold.write_row(shared.best, thread - WARP * chooser, wanted, share.ids)
 
     @cute.jit
     def allocate(self, memory: SmemAllocator, atoms: tuple):
         """Shared memory, with barriers ready for use on return."""
-        rows, columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.element)
-        q_layout = cute.tile_to_shape(atom, (self.columns, self.head_dim, 1), order=(1, 0, 2))
-        k_layout = hopper.make_smem_layout_a(rows, (self.block_size, ROWS, self.head_dim), self.element, STAGES)
-        v_layout = hopper.make_smem_layout_a(columns, (self.head_dim, ROWS, self.block_size), self.element, STAGES)
-        p_layout = cute.tile_to_shape(atom, (self.columns, self.block_size, 1), order=(0, 1, 2))
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        values = memory.allocate_tensor(self.element, v_layout.outer, 1024, v_layout.inner)
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        weights = memory.allocate_tensor(self.element, p_layout.outer, 1024, p_layout.inner)
-        maxima = memory.allocate_tensor(Float32, cute.make_layout((WARPS, self.columns)), 16)
-        sums = memory.allocate_tensor(Float32, cute.make_layout((WARPS, self.columns)), 16)
+        atom, of_weights = (
+            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, operand.element)
+            for operand in (self.keys, self.values)
+        )
+        layouts = {
+            "queries": cute.tile_to_shape(atom, (self.columns, self.head_dim, 1), order=(1, 0, 2)),
+            "weights": cute.tile_to_shape(of_weights, (self.columns, self.block_size, 1), order=(0, 1, 2)),
+            **self.keys.layouts(),
+            **self.values.layouts(),
+        }
+        found = make_buffers(self.cta, memory, layouts)
+        barriers = make_barriers(self.cta, memory, atoms)
         best = None
         if cutlass.const_expr(self.scored_blocks > 0):
-            counts = memory.allocate_tensor(Int32, cute.make_layout((THREADS // WARP, 2, 2)), 16)
-            candidates = memory.allocate_tensor(Int32, cute.make_layout((THREADS, 2)), 16)
-            best = threshold.Best(counts, candidates, memory.allocate_tensor(Int32, cute.make_layout(LIST), 16))
-        arrivals = [1, *[1] * (2 * STAGES), *[WARPS] * (2 * STAGES)]
-        barriers = memory.allocate_array(Int64, len(arrivals))
-        if cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + i, arrivals[i])
-            cute.arch.mbarrier_init_fence()
-            for i in cutlass.range_constexpr(len(atoms)):
-                cpasync.prefetch_descriptor(atoms[i])
-        cute.arch.sync_threads()
-        later = (barriers + 1 + i * STAGES for i in range(4))
-        return Shared(queries, keys, values, weights, maxima, sums, best, barriers, *later)
+            best = threshold.Best(found["counts"], found["candidates"], found["list"])
+        return Shared(
+            found["queries"], self.keys.held(found, barriers), self.values.held(found, barriers), found["weights"],
+            found["maxima"], found["sums"], best, barriers + self.cta.place("q_full"),
+        )  # fmt: skip
 
     @cute.jit
     def see(
         self, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
         use_seqused: Int32, use_positions: Int32, token: Int32,
     ):  # fmt: skip
-        """Request, its keys and the last visible one of a token; -1 for none. All lanes of a warp must call it.
+        """Request and the last visible key of a token; -1 for none. All lanes of a warp must call it.
 
         Tokens past the last request belong to nobody and see nothing.
         """
-        length = Int32(0)
         limit = Int32(-1)
         request = request_of(cu_seqlens_q, token)
         if token < cu_seqlens_q[cute.size(cu_seqlens_q) - 1]:
             length = key_length(cu_seqlens_k, seqused_k, use_seqused, request)
             end_token = cu_seqlens_q[request + 1]
             limit = last_visible(q_positions, use_positions, token, end_token, length, length)
-        return request, length, cutlass.max(limit, -1)
+        return request, cutlass.max(limit, -1)
 
     @cute.jit
     def blocks_of_lanes(self, shared: Shared, share: Share, first: Int32):
@@ -312,22 +341,19 @@ class SparseDecode:
     def pages_of_lane(self, page_table: cute.Tensor, share: Share, block: Int32, seen: Int32):
         """The pages of the lane's block; nothing for flat keys, and nothing is read where no lane has a block."""
         found = []
-        for p in cutlass.range_constexpr(self.blocks.pages_per_block):
+        for p in cutlass.range_constexpr(self.pages_per_block):
             page = Int32(0)
             if seen != 0:
-                entry = block * self.blocks.pages_per_block + p
+                entry = block * self.pages_per_block + p
                 page = page_table[share.request, cutlass.min(entry, Int32(page_table.shape[1]) - 1)]
             found.append(page)
         return found
 
     @cute.jit
     def produce(
-        self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor,
-        page_table: cute.Tensor, cu_seqlens_k: cute.Tensor, shared: Shared, share: Share,
-    ):  # fmt: skip
+        self, k: tuple, v: tuple, page_table: cute.Tensor, cu_seqlens_k: cute.Tensor, shared: Shared, share: Share
+    ):
         """The producer warp: keys and values of one block a stage."""
-        shape = (self.blocks.box_rows, self.block_size, self.head_dim, STAGES)
-        k_boxes, v_boxes = (tma.boxes(x, *shape) for x in (shared.keys, shared.values))
         stage = Int32(0)
         phase = Int32(1)
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
@@ -337,15 +363,11 @@ class SparseDecode:
                 lane = first_bit(left)
                 left = left & (left - 1)
                 row = Int32(0)
-                if cutlass.const_expr(self.blocks.pages_per_block == 0):
+                if cutlass.const_expr(self.pages_per_block == 0):
                     row = cu_seqlens_k[share.request] + cute.arch.shuffle_sync(block, lane) * self.block_size
                 of_block = [cute.arch.shuffle_sync(page, lane) for page in pages]
-                cute.arch.mbarrier_wait(shared.k_free + stage, phase)
-                boxes = k_boxes[None, None, None, None, stage]
-                self.blocks.load(k_atom, mK, row, of_block, share.head, boxes, shared.k_full + stage)
-                cute.arch.mbarrier_wait(shared.v_free + stage, phase)
-                boxes = v_boxes[None, None, None, None, stage]
-                self.blocks.load(v_atom, mV, row, of_block, share.head, boxes, shared.v_full + stage)
+                self.keys.load(k, row, of_block, share.head, shared.keys, stage, phase)
+                self.values.load(v, row, of_block, share.head, shared.values, stage, phase)
                 stage = stage + 1
                 if stage == STAGES:
                     stage = Int32(0)
@@ -353,19 +375,20 @@ class SparseDecode:
 
     @cute.jit
     def consume(
-        self, shared: Shared, share: Share, scale_log2: Float32, member: Int32, out: cute.Tensor, lse: cute.Tensor
-    ):
+        self, k: tuple, v: tuple, shared: Shared, share: Share, scale_log2: Float32, member: Int32, out: cute.Tensor,
+        lse: cute.Tensor,
+    ):  # fmt: skip
         """A consumer warp, of rows 16 member to 16 member + 15 of every 64."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
-        score = turned.product(self.element, self.columns, OperandMajorMode.K)
-        weigh = turned.product(self.element, self.columns, OperandMajorMode.MN)
-        keys = wgmma.operand_a(score, shared.keys)
+        score, weigh = self.keys.product(self.columns), self.values.product(self.columns)
+        keys = self.keys.operand(score, shared.keys)
         queries = wgmma.operand_b(score, shared.queries)[None, None, None, 0]
-        values = wgmma.operand_a(weigh, shared.values)
+        values = self.values.operand(weigh, shared.values)
         weights = wgmma.operand_b(weigh, shared.weights)[None, None, None, 0]
-        S = turned.accumulator(score, self.block_size, self.columns)
-        part = turned.accumulator(weigh, self.head_dim, self.columns)
+        S = self.keys.accumulator(score, self.columns)
+        part = self.values.accumulator(weigh, self.columns)
+        scale_log2 = self.keys.fold(scale_log2, k, share.head)
         # What the products write only they may write: the running sum, which is rescaled, stands beside.
         O = cute.make_rmem_tensor(part.layout, Float32)
         O.fill(0.0)
@@ -375,38 +398,37 @@ class SparseDecode:
         scale = cute.make_rmem_tensor(of_lane, Float32)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, self.columns // 4), self.element)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, self.columns // 4), self.values.element)
         staging = cute.make_tiled_copy_C(stmatrix, score[0]).get_slice(thread)
         by_key = cute.make_tensor(shared.weights.iterator, cute.select(shared.weights.layout, mode=[1, 0]))
         staged = staging.partition_D(by_key)
-        first_row = member * WARP_ROWS + lane // 4
+        first_row = self.keys.row_of(member, lane, 0)
         stage = Int32(0)
         phase = Int32(0)
         cute.arch.mbarrier_wait(shared.q_full, 0)
+        self.keys.prepare(shared.queries, thread)
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
             blocks, left = self.blocks_of_lanes(shared, share, first)
             while left != 0:
                 first_key = cute.arch.shuffle_sync(blocks, first_bit(left)) * self.block_size
                 left = left & (left - 1)
-                cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-                wgmma.multiply(score, S, keys[None, None, None, stage], queries)
+                tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)
+                self.keys.multiply(score, S, tile, queries)
                 warpgroup.wait_group(0)
-                self.release(shared.k_free + stage)
+                self.keys.release(shared.keys, stage)
                 exact = cute.make_rmem_tensor(S.layout, Float32)
                 room = share.limit - first_key - first_row
                 self.softmax(S, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
-                rounded = cute.make_rmem_tensor(S.layout, self.element)
-                rounded.store(exact.load().to(self.element))
+                rounded = cute.make_rmem_tensor(S.layout, self.values.element)
+                rounded.store(exact.load().to(self.values.element))
                 cute.copy(stmatrix, staging.retile(rounded), staged)
-                cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-                if first_key + self.block_size > share.length:
-                    of_stage = shared.values[None, None, stage]
-                    self.blocks.clear_rows(of_stage, share.length - first_key, thread, GROUP)
+                # Hidden values weigh 0, which NaN and infinity would not be worth.
+                tile = self.values.take(values, shared.values, stage, phase, share.limit + 1 - first_key, thread)
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
-                wgmma.multiply(weigh, part, values[None, None, None, stage], weights)
+                self.meet()
+                self.values.multiply(weigh, part, tile, weights)
                 warpgroup.wait_group(0)
-                self.release(shared.v_free + stage)
+                self.values.release(shared.values, stage)
                 for m in cutlass.range_constexpr(self.head_dim // ROWS):
                     for j in cutlass.range_constexpr(self.columns // 8):
                         for half in cutlass.range_constexpr(2):
@@ -417,17 +439,15 @@ class SparseDecode:
                 if stage == STAGES:
                     stage = Int32(0)
                     phase = phase ^ 1
-        self.emit(shared, share, O, row_max, row_sum, scale_log2, member, out, lse)
+        self.emit(v, shared, share, O, row_max, row_sum, scale_log2, member, out, lse)
 
     def place(self, c, half, j, m):
         """Where an accumulator has column 2 (lane % 4) + c + 8 j of the row 64 m + 16 warp + lane // 4 + 8 half."""
         return c + 2 * half + 4 * j + self.columns // 2 * m
 
-    @cute.jit
-    def release(self, free: cute.Pointer):
-        """One arrival for each consumer warp: waiting for a product brings the warp together."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(free)
+    def meet(self):
+        """Until all consumers are here."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.cta.threads_of("consumer"))
 
     @cute.jit
     def softmax(
@@ -452,7 +472,7 @@ class SparseDecode:
                     largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
                 if lane < 4:
                     maxima[member, 8 * j + 2 * lane + c] = largest
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        self.meet()
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
                 of_warps = maxima[None, 8 * j + 2 * (lane % 4) + c].load()
@@ -473,7 +493,7 @@ class SparseDecode:
 
     @cute.jit
     def emit(
-        self, shared: Shared, share: Share, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
+        self, v: tuple, shared: Shared, share: Share, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
         scale_log2: Float32, member: Int32, out: cute.Tensor, lse: cute.Tensor,
     ):  # fmt: skip
         """Add up the sums of all rows, normalise, and write out [heads, head_dim] and lse [heads] of the split."""
@@ -485,7 +505,7 @@ class SparseDecode:
                     total = total + cute.arch.shuffle_sync_bfly(total, 1 << level)
                 if lane < 4:
                     shared.sums[member, 8 * j + 2 * lane + c] = total
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        self.meet()
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
                 column = 8 * j + 2 * (lane % 4) + c
@@ -495,14 +515,14 @@ class SparseDecode:
                     total = total + of_warps[w]
                 inverse = Float32(0.0)
                 log = -Float32.inf
-                if total > 0.0:
-                    inverse = cute.arch.rcp_approx(total)
+                if total != 0.0:  # NaN goes on
+                    inverse = self.values.fold(cute.arch.rcp_approx(total), v, share.head)
                     log = softmax.log_sum(row_max[c, j], total, scale_log2)
                 if column < self.group:
                     row = out[share.head * self.group + column, None]
                     for m in cutlass.range_constexpr(self.head_dim // ROWS):
                         for half in cutlass.range_constexpr(2):
-                            place = m * ROWS + member * WARP_ROWS + lane // 4 + half * 8
-                            row[place] = (O[self.place(c, half, j, m)] * inverse).to(self.element)
+                            place = m * ROWS + self.values.row_of(member, lane, half)
+                            row[place] = (O[self.place(c, half, j, m)] * inverse).to(ELEMENTS[OUTPUT])
                     if (member == 0) & (lane < 4):
                         lse[share.head * self.group + column] = log

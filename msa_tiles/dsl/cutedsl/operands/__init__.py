@@ -1,0 +1,32 @@
+"""Keys and values of attention in one storage format each: from global memory to the product that reads them.
+
+A module here is one format. A skeleton imports it by a marked line and knows its contract, not its name:
+
+    from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
+
+Plain Python, read without the DSL:
+  TENSORS       what a call passes for it, as endings of its name: ("",), or ("", "_scale") for k, k_scale
+  WEIGHTS       the element of what V is multiplied with
+  parts(name, head_dim, block_size, stages, *, producer, readers, **scales) -> Parts
+                its pipelines and buffers in the kernel's table, whose roles `producer` and `readers` are; scales are
+                the compile-time dims that only formats with scales have (token_scales)
+
+`Left(name, table, head_dim, block_size, pages_per_block, *, readers, transposed, **scales)` is the left side of
+products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
+  element                           what the product multiplies: the right side is of it, too
+  Storage   arguments(kv_heads)     stand-ins for TENSORS; `stored(*tensors)` is what the kernel takes of them, and
+                                    `atoms(stored)` their descriptors
+            layouts()               of its buffers that are not plain; `held(buffers, barriers)`: memory and barriers
+  Producer  load                    one block into a stage, once it is free
+  Decode    prepare(right, …)       once: the right side as the product wants it
+            take(…) -> tile         wait for a stage; `multiply(into, tile, right)` starts the product, and `release`
+                                    hands the stage back behind it
+            row_of(…)               which row of the block an accumulator's row is
+  Scales    fold(value, stored, head)   times the scale that all rows of a head share
+            factors(…)              of the rows of a lane, or None where no row has its own
+
+Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
+be anything, so that the caller chooses before it adds.
+
+Identity methods emit nothing, so 16-bit kernels carry no trace of formats with scales.
+"""

@@ -1,0 +1,143 @@
+"""Keys or values of bfloat16 without scales: TMA lays them down where the product reads them."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
+
+from msa_tiles.dsl.cutedsl import tma, turned, wgmma
+from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane, warps
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
+
+TENSORS = ("",)
+WEIGHTS = "bfloat16"  # what V is multiplied with
+
+
+@declares
+def parts(name, head_dim, block_size, stages, *, producer, readers):
+    """One pipeline, which TMA fills."""
+    tiles = f"{name}_tiles"
+    return Parts(
+        (Pipeline(name, stages, (lane(producer),), (warps(readers),), (tiles,)),),
+        (
+            buffer(
+                tiles, "bfloat16", align=1024, note="swizzled by 128 bytes, in panels of 64 columns",
+                stages=stages, block_size=block_size, head_dim=head_dim,
+            ),
+        ),
+    )  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor in global memory, as TMA sees it."""
+
+    atom: Any
+    rows: Any
+
+
+class Held(NamedTuple):
+    """What lies in shared memory; the barriers are pointers to those of the first stage."""
+
+    tiles: Any
+    full: Any
+    free: Any
+
+
+class Left:
+    """Blocks of [block_size, head_dim] as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+
+    element = cutlass.BFloat16
+
+    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, readers, transposed):
+        self.name = name
+        self.table = table
+        self.stages = table.depth(name)
+        self.block_size = block_size
+        self.head_dim = head_dim
+        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
+        self.threads = table.threads_of(readers)
+        self.transposed = transposed
+
+    def arguments(self, kv_heads):
+        """Keys [total_k, kv_heads, head_dim], or [pages, kv_heads, page, head_dim]."""
+        page = (self.blocks.box_rows,) if self.blocks.pages_per_block else ()
+        shape = (cute.sym_int(), kv_heads, *page, self.head_dim)
+        strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+        return (make_fake_tensor(self.element, shape, strides, assumed_align=tma.BYTES),)
+
+    def stored(self, rows):
+        return Stored(*self.blocks.described(rows))
+
+    def atoms(self, stored):
+        return (stored.atom,)
+
+    def layouts(self):
+        major, shape = LayoutEnum.ROW_MAJOR, (self.block_size, ROWS, self.head_dim)
+        if self.transposed:
+            major, shape = LayoutEnum.COL_MAJOR, shape[::-1]
+        return {f"{self.name}_tiles": hopper.make_smem_layout_a(major, shape, self.element, self.stages)}
+
+    def held(self, buffers, barriers):
+        full, free = (barriers + self.table.place(f"{self.name}_{kind}") for kind in ("full", "free"))
+        return Held(buffers[f"{self.name}_tiles"], full, free)
+
+    @cute.jit
+    def load(self, stored: Stored, row: Int32, pages, head: Int32, held: Held, stage: Int32, phase: Int32):
+        """The block of one head that begins at a row of flat keys, or that has these pages. A whole warp calls it."""
+        cute.arch.mbarrier_wait(held.free + stage, phase)
+        full = held.full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.table.bytes_of(self.name))
+        boxes = tma.boxes(held.tiles, self.blocks.box_rows, self.block_size, self.head_dim, self.stages)
+        self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes[None, None, None, None, stage], full)
+
+    def product(self, columns):
+        """The multiplications of a block with [columns, K] (wgmma.product)."""
+        major = OperandMajorMode.MN if self.transposed else OperandMajorMode.K
+        return turned.product(self.element, columns, major)
+
+    def accumulator(self, product, columns):
+        """Registers of the product of a block."""
+        return turned.accumulator(product, self.head_dim if self.transposed else self.block_size, columns)
+
+    def operand(self, product, held):
+        """The stages as the product takes them."""
+        return wgmma.operand_a(product, held.tiles)
+
+    def prepare(self, right, thread):
+        """Nothing: columns of the product lie as they come."""
+
+    @cute.jit
+    def take(self, operand: cute.Tensor, held: Held, stage: Int32, phase: Int32, valid, thread: Int32):
+        """Wait for a stage: the tile. Rows from `valid` on, if given, become zeros once the readers have met."""
+        cute.arch.mbarrier_wait(held.full + stage, phase)
+        if cutlass.const_expr(valid is not None):
+            if valid < self.block_size:
+                self.blocks.clear_rows(held.tiles[None, None, stage], valid, thread, self.threads)
+        return operand[None, None, None, stage]
+
+    def multiply(self, product, into, tile, right):
+        """Start into = tile x right and close the group."""
+        wgmma.multiply(product, into, tile, right)
+
+    @cute.jit
+    def release(self, held: Held, stage: Int32):
+        """Behind the product, one arrival for each warp: waiting for a product brings a warp together."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(held.free + stage)
+
+    def row_of(self, member, lane, half):
+        """The row, of 64, whose column a lane of warp `member` has in this half of an accumulator."""
+        return member * 16 + lane // 4 + half * 8
+
+    def fold(self, value, stored, head):
+        return value
+
+    def factors(self, held, stage, lane, member):
+        return None

@@ -1,0 +1,223 @@
+"""What a thread block is made of, said once: roles (warps), pipelines (barriers) and buffers (shared memory).
+
+A kernel declares it in its function `cta`, an operand adds its share in its function `parts`. Barrier set-up, byte
+counts, the kernel's docstring and what the audit expects are derived from it. This module is plain Python, and what is
+decorated with `declares` uses nothing but it, constants of its file and operands: so generation, audit and tests read
+the same table as the kernel, without the DSL.
+"""
+
+from typing import Any, NamedTuple
+
+WARP = 32
+BARRIER_BYTES = 8
+LANE, EACH_WARP, EACH_THREAD = "1 lane", "1 lane of each warp", "every thread"
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "float8_e4m3fn": 1, "uint8": 1}
+
+
+class TableError(ValueError):
+    """A table that contradicts itself; the sentence names what does."""
+
+
+class Role(NamedTuple):
+    """Warps that do the same. Roles take the block's warps in their order."""
+
+    name: str
+    warps: int
+    does: str
+    registers: int = 0  # that each thread asks for with setmaxnreg; 0: what the kernel starts with
+
+
+class Arrival(NamedTuple):
+    """Who arrives at a barrier in each of its phases."""
+
+    role: str
+    who: str
+
+
+def lane(role: str) -> Arrival:
+    """One lane of a role."""
+    return Arrival(role, LANE)
+
+
+def warps(role: str) -> Arrival:
+    """One lane of each warp of a role."""
+    return Arrival(role, EACH_WARP)
+
+
+def threads(role: str) -> Arrival:
+    """Every thread of a role, or a copy that each of them started."""
+    return Arrival(role, EACH_THREAD)
+
+
+class Pipeline(NamedTuple):
+    """`depth` stages that are filled and freed in turn: barriers `<name>_full`, and `<name>_free` if anybody frees."""
+
+    name: str
+    depth: int
+    full: tuple[Arrival, ...]
+    free: tuple[Arrival, ...] = ()
+    fills: tuple[str, ...] = ()  # buffers, of which TMA writes one stage each
+    bytes: int | None = None  # that TMA writes a stage; None: the whole of that
+
+
+class Buffer(NamedTuple):
+    """A tensor in shared memory; with a dim `stages` it belongs to a pipeline of that depth."""
+
+    name: str
+    element: str
+    dims: dict[str, int]
+    align: int
+    note: str
+
+    @property
+    def bytes(self) -> int:
+        size = BYTES[self.element]
+        for extent in self.dims.values():
+            size *= extent
+        return size
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.bytes // self.dims.get("stages", 1)
+
+
+def buffer(name: str, element: str, *, align: int = 16, note: str = "", **dims: int) -> Buffer:
+    """A buffer of these dims, in the order in which they are written in the docstring."""
+    return Buffer(name, element, dims, align, note)
+
+
+class Parts(NamedTuple):
+    """What an operand adds to a table."""
+
+    pipelines: tuple[Pipeline, ...]
+    buffers: tuple[Buffer, ...]
+
+
+def declares(function: Any) -> Any:
+    """Marks a function that makes a table or parts of one from plain numbers."""
+    return function
+
+
+class Table:
+    """Roles, pipelines and buffers of a thread block. Raises TableError where they do not fit together."""
+
+    def __init__(
+        self, roles: tuple[Role, ...], pipelines: tuple[Pipeline, ...], buffers: tuple[Buffer, ...] = ()
+    ) -> None:
+        self.roles = {role.name: role for role in roles}
+        self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
+        self.buffers = {each.name: each for each in buffers}
+        for what, given, kept in (
+            ("role", roles, self.roles),
+            ("pipeline", pipelines, self.pipelines),
+            ("buffer", buffers, self.buffers),
+        ):
+            if len(given) != len(kept):
+                raise TableError(f"two of the table's {what}s have one name: {', '.join(each.name for each in given)}")
+        for pipeline in pipelines:
+            self._check(pipeline)
+        # Barriers in the order of the table, as (name, arrivals), one for each stage.
+        self.barriers = [
+            (f"{pipeline.name}_{kind}", sum(map(self._count, arrivals)))
+            for pipeline in pipelines
+            for kind, arrivals in (("full", pipeline.full), ("free", pipeline.free))
+            if arrivals
+            for _ in range(pipeline.depth)
+        ]
+
+    def _check(self, pipeline: Pipeline) -> None:
+        if not pipeline.full:
+            raise TableError(f"nobody arrives at the pipeline {pipeline.name}")
+        for arrival in (*pipeline.full, *pipeline.free):
+            if arrival.role not in self.roles:
+                raise TableError(f"{pipeline.name} waits for {arrival.role}, which is no role of the table")
+        for name in pipeline.fills:
+            if name not in self.buffers:
+                raise TableError(f"{pipeline.name} fills {name}, which is no buffer of the table")
+            if self.buffers[name].dims.get("stages", 1) != pipeline.depth:
+                raise TableError(f"{pipeline.name} has {pipeline.depth} stages, its buffer {name} another number")
+        room = sum(self.buffers[name].stage_bytes for name in pipeline.fills)
+        if pipeline.bytes is not None and not 0 < pipeline.bytes <= room:
+            raise TableError(f"{pipeline.name} brings {pipeline.bytes} bytes a stage, its buffers hold {room}")
+
+    def _count(self, arrival: Arrival) -> int:
+        warps_of_role = self.roles[arrival.role].warps
+        return {LANE: 1, EACH_WARP: warps_of_role, EACH_THREAD: WARP * warps_of_role}[arrival.who]
+
+    @property
+    def threads(self) -> int:
+        return WARP * sum(role.warps for role in self.roles.values())
+
+    @property
+    def registers(self) -> int:
+        """Registers that the block asks for with setmaxnreg, 0 when it does not."""
+        return sum(WARP * role.warps * role.registers for role in self.roles.values())
+
+    def first_warp(self, role: str) -> int:
+        """Where a role's warps begin."""
+        names = list(self.roles)
+        return sum(self.roles[name].warps for name in names[: names.index(role)])
+
+    def threads_of(self, role: str) -> int:
+        return WARP * self.roles[role].warps
+
+    def depth(self, pipeline: str) -> int:
+        return self.pipelines[pipeline].depth
+
+    def bytes_of(self, pipeline: str) -> int:
+        """Bytes that TMA brings for each stage of a pipeline."""
+        found = self.pipelines[pipeline]
+        return found.bytes or sum(self.buffers[name].stage_bytes for name in found.fills)
+
+    def place(self, barrier: str) -> int:
+        """Where the barriers of this name (`<pipeline>_full`, `<pipeline>_free`) begin among all of them."""
+        names = [name for name, _ in self.barriers]
+        if barrier not in names:
+            raise TableError(f"the table has no barrier {barrier}")
+        return names.index(barrier)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory: the buffers in their order, then the barriers."""
+        end = 0
+        for each in self.buffers.values():
+            end = -(-end // each.align) * each.align + each.bytes
+        return -(-end // BARRIER_BYTES) * BARRIER_BYTES + BARRIER_BYTES * len(self.barriers)
+
+
+def describe(tables: list[Table]) -> list[str]:
+    """The lines of a docstring that tell what the tables of all variants have; what some lack comes with a word."""
+    lines = ["Warps"]
+    first = tables[0]
+    for role in first.roles.values():
+        begin = first.first_warp(role.name)
+        span = f"{begin} .. {begin + role.warps - 1}" if role.warps > 1 else str(begin)
+        registers = f" ({role.registers} registers)" if role.registers else ""
+        lines.append(f"  {span:8}{role.name}{registers}: {role.does}")
+    lines += ["", "Pipelines"]
+    for name in _all(tables, "pipelines"):
+        each = next(table.pipelines[name] for table in tables if name in table.pipelines)
+        full = " + ".join([*map(_told, each.full), *(["bytes of " + ", ".join(each.fills)] if each.fills else [])])
+        free = " + ".join(map(_told, each.free)) or "nobody"
+        lines.append(f"  {name}: {each.depth} deep, full by {full}, freed by {free}{_some(tables, 'pipelines', name)}")
+    lines += ["", "Shared memory"]
+    for name in _all(tables, "buffers"):
+        each = next(table.buffers[name] for table in tables if name in table.buffers)
+        note = f", {each.note}" if each.note else ""
+        dims = ", ".join(each.dims)
+        lines.append(f"  {name} [{dims}] {each.element}{note}{_some(tables, 'buffers', name)}")
+    return [*lines, "  barriers"]
+
+
+def _told(arrival: Arrival) -> str:
+    return f"{arrival.who} of {arrival.role}"
+
+
+def _all(tables: list[Table], kind: str) -> list[str]:
+    """The names that any table has; where one comes that others lack, it stands behind those it follows there."""
+    longest = max(tables, key=lambda table: len(getattr(table, kind)))
+    return list(dict.fromkeys(name for table in (longest, *tables) for name in getattr(table, kind)))
+
+
+def _some(tables: list[Table], kind: str, name: str) -> str:
+    return "" if all(name in getattr(table, kind) for table in tables) else " (some variants)"

@@ -1,0 +1,159 @@
+"""The tables of thread blocks (msa_tiles.dsl.cutedsl.table), and reading them from a kernel's text without its DSL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from msa_tiles.dsl.cutedsl.table import (
+    Arrival,
+    Buffer,
+    Pipeline,
+    Role,
+    Table,
+    TableError,
+    buffer,
+    describe,
+    lane,
+    threads,
+    warps,
+)
+from msa_tiles.tables import table_of
+
+ROLES = (Role("reader", 4, "multiplies"), Role("loader", 1, "loads", registers=40))
+TILES = buffer("tiles", "bfloat16", align=1024, note="swizzled", stages=3, rows=64, columns=64)
+RAW = buffer("raw", "float8_e4m3fn", columns=9)
+RING = Pipeline("ring", 3, (lane("loader"), threads("loader")), (warps("reader"),), ("tiles",))
+ONCE = Pipeline("once", 1, (threads("reader"),))
+
+
+def test_what_a_table_knows() -> None:
+    table = Table(ROLES, (ONCE, RING), (RAW, TILES))
+    assert (table.threads, table.registers) == (160, 32 * 40)
+    assert (table.first_warp("reader"), table.first_warp("loader"), table.threads_of("reader")) == (0, 4, 128)
+    assert table.barriers == [("once_full", 128), *[("ring_full", 1 + 32)] * 3, *[("ring_free", 4)] * 3]
+    assert [table.place(name) for name in ("once_full", "ring_full", "ring_free")] == [0, 1, 4]
+    assert table.depth("ring") == 3
+    assert (table.bytes_of("ring"), table.bytes_of("once")) == (64 * 64 * 2, 0)
+    assert Table(ROLES, (RING._replace(bytes=100),), (TILES,)).bytes_of("ring") == 100
+    # Nine bytes, the tiles where their alignment lets them begin, seven barriers.
+    assert table.shared_memory == 1024 + 3 * 64 * 64 * 2 + 7 * 8
+    with pytest.raises(TableError, match="no barrier once_free"):
+        table.place("once_free")
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "buffers", "sentence"),
+    [
+        ((RING,), (), "ring fills tiles, which is no buffer"),
+        ((RING._replace(depth=2),), (TILES,), "ring has 2 stages, its buffer tiles another number"),
+        ((RING._replace(full=()),), (TILES,), "nobody arrives at the pipeline ring"),
+        ((RING._replace(free=(warps("writer"),)),), (TILES,), "ring waits for writer, which is no role"),
+        ((RING._replace(bytes=64 * 64 * 2 + 1),), (TILES,), "ring brings 8193 bytes a stage, its buffers hold 8192"),
+        ((RING, RING), (TILES,), "two of the table's pipelines have one name"),
+        ((), (RAW, RAW), "two of the table's buffers have one name"),
+    ],
+)
+def test_a_table_that_contradicts_itself(
+    pipelines: tuple[Pipeline, ...], buffers: tuple[Buffer, ...], sentence: str
+) -> None:
+    with pytest.raises(TableError, match=sentence):
+        Table(ROLES, pipelines, buffers)
+
+
+def test_two_roles_of_one_name() -> None:
+    with pytest.raises(TableError, match="two of the table's roles have one name"):
+        Table((*ROLES, ROLES[0]), ())
+
+
+def test_every_kind_of_arrival_counts() -> None:
+    kinds: list[tuple[Arrival, int]] = [(lane("reader"), 1), (warps("reader"), 4), (threads("reader"), 128)]
+    for arrival, count in kinds:
+        assert Table(ROLES, (Pipeline("one", 1, (arrival,)),)).barriers == [("one_full", count)]
+
+
+def test_what_a_docstring_says() -> None:
+    short, long = Table(ROLES, (RING,), (TILES,)), Table(ROLES, (ONCE, RING), (RAW, TILES))
+    assert describe([short, long]) == [
+        "Warps",
+        "  0 .. 3  reader: multiplies",
+        "  4       loader (40 registers): loads",
+        "",
+        "Pipelines",
+        "  once: 1 deep, full by every thread of reader, freed by nobody (some variants)",
+        "  ring: 3 deep, full by 1 lane of loader + every thread of loader + bytes of tiles, freed by 1 lane of each "
+        "warp of reader",
+        "",
+        "Shared memory",
+        "  raw [columns] float8_e4m3fn (some variants)",
+        "  tiles [stages, rows, columns] bfloat16, swizzled",
+        "  barriers",
+    ]
+
+
+KERNEL = '''"""A kernel."""
+
+import a_dsl_that_is_not_there
+from msa_tiles.dsl.cutedsl.operands import small as key_value
+from msa_tiles.dsl.cutedsl.table import Role, Table, declares
+
+STAGES = 2
+ELEMENT = a_dsl_that_is_not_there.Element
+
+
+@declares
+def cta(width):
+    keys = key_value.parts("k", STAGES, width)
+    return Table((Role("all", key_value.WARPS, "everything"),), keys.pipelines, keys.buffers)
+
+
+@a_dsl_that_is_not_there.kernel
+def kernel():
+    pass
+'''
+OPERAND = '''"""An operand."""
+
+import a_dsl_that_is_not_there
+from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane
+
+WARPS = 3
+
+
+@declares
+def parts(name, stages, width):
+    """Its share."""
+    own = buffer(f"{name}_tiles", "int32", stages=stages, width=width)
+    return Parts((Pipeline(name, stages, (lane("all"),), fills=(own.name,)),), (own,))
+
+
+class Operand(a_dsl_that_is_not_there.Base):
+    pass
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "msa_tiles" / "dsl" / "cutedsl" / "operands"
+    folder.mkdir(parents=True)
+    (folder / "small.py").write_text(OPERAND)
+    return tmp_path / "msa_tiles"
+
+
+def test_a_table_is_read_without_the_dsl(package: Path) -> None:
+    table_of_variant = table_of(KERNEL, package)
+    assert table_of_variant is not None
+    table = table_of_variant(width=8)
+    assert (table.threads, table.shared_memory, table.bytes_of("k")) == (96, 2 * 8 * 4 + 2 * 8, 32)
+    assert table_of('"""No table."""\n', package) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("STAGES, width", "ELEMENT, width"), ("cta(width)", "cta(height)"), ("key_value.WARPS", "key_value.NONE")],
+)
+def test_a_table_of_other_things_than_numbers(old: str, new: str, package: Path) -> None:
+    table_of_variant = table_of(KERNEL.replace(old, new), package)
+    assert table_of_variant is not None
+    with pytest.raises(TableError, match="cta is no plain Python over marked functions and constants"):
+        table_of_variant(width=8)
