@@ -95,19 +95,19 @@ def read_batch(
     key_rows, num_keys = _key_lengths(lengths_q, total_k, page_size, cu_seqlens_k, page_table, seqused_k)
     key_offsets = [0] * num_requests if k_offset is None else k_offset.tolist()
 
-    request = torch.full((total_q,), -1, dtype=torch.int64)
-    position = torch.full((total_q,), -1, dtype=torch.int64)
-    last_key = torch.full((total_q,), -1, dtype=torch.int64)
+    # On the host, since it is read there; never on torch's default device, which is the caller's affair.
+    host = torch.device("cpu")
+    request, position, last_key = (torch.full((total_q,), -1, dtype=torch.int64, device=host) for _ in range(3))
     requests = []
     for b in range(num_requests):
         begin, end = min(starts_q[b], total_q), min(starts_q[b + 1], total_q)
         requests.append(Request(b, begin, end, key_rows[b], num_keys[b], key_offsets[b]))
         first = key_offsets[b] + num_keys[b] - lengths_q[b]
         request[begin:end] = b
-        position[begin:end] = torch.arange(first, first + end - begin)
+        position[begin:end] = torch.arange(first, first + end - begin, device=host)
         last_key[begin:end] = requests[-1].key_end - 1
     if q_positions is not None:
-        position = torch.where(request >= 0, q_positions.to("cpu", torch.int64), position)
+        position = torch.where(request >= 0, q_positions.to(host, torch.int64), position)
     limit = torch.minimum(position, last_key).clamp_min(-1)
     return Batch(tuple(requests), request.to(device), position.to(device), limit.to(device))
 

@@ -94,7 +94,7 @@ def topk_select(
         valid = [num_valid_blocks] * total_q
     request = batch.request.tolist()
     per_group = num_heads // num_kv_heads
-    ids = torch.full((num_kv_heads, total_q, topk), -1, dtype=torch.int32)
+    ids = torch.full((num_kv_heads, total_q, topk), -1, dtype=torch.int32, device=score.device)
     rows = score.tolist()
     for head in range(num_kv_heads):
         group = rows[head * per_group : (head + 1) * per_group]
@@ -102,8 +102,8 @@ def topk_select(
             end = min(max(valid[token], 0), width) if request[token] >= 0 else 0
             best = [_best([scores[token][block] for scores in group]) for block in range(end)]
             chosen = _choose(best, topk, init_blocks, local_blocks, order)
-            ids[head, token, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-    return ids.to(score.device)
+            ids[head, token, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32, device=ids.device)
+    return ids
 
 
 def _best(scores: list[float]) -> float:
