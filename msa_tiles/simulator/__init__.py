@@ -13,6 +13,8 @@ What it models
                 side by side, a few at a time, in shuffled order. Atomics are served in shuffled order.
     mbarriers   Arrival counts, phases, parities, and the bytes of TMA loads. Too many arrivals are an error, and when
                 every thread waits, the report lists who waits for what.
+                bar.sync with an id: a role's warps come together here and one by one on a GPU, so a warp that may come
+                while others still meet under that id is an error.
     TMA         A load's target holds poison until the load lands, which it does when nobody can go on without it
                 (now and then at once: a phase that completes too early is a fault, too). Boxes outside the tensor are
                 zero on load and dropped on store. A store reads its source when tma_store_wait makes it, and reaches
@@ -32,7 +34,8 @@ What it models
     Grids       Tensors that the kernel before still works on are out of bounds for a warp until it passes pdl_sync.
     Memory      Uninitialised shared memory and fragments are errors when read (operands of wgmma are NaN), private
                 variables hold poison. Indices outside a buffer, gaps of strided tensors and misaligned 128-bit
-                accesses are errors. Integers wrap, bfloat16 rounds, fmax and fmin drop NaN as on the device.
+                accesses are errors, and so are extents and strides that the kernel's integers do not hold. Integers
+                wrap, bfloat16 rounds, fmax and fmin drop NaN as on the device.
 
 What it cannot see
     Layouts, swizzles, bank conflicts, descriptors, register pressure and whatever lowering and nvcc do; fences of

@@ -36,11 +36,19 @@ def bind(function: Any, arguments: tuple[Any, ...], program: Program) -> tuple[d
         bound.append((buffer, argument))
     # The symbols first, wherever they stand alone; then what is computed from them.
     for buffer, tensor in bound:
-        for expression, value in _extents(buffer, tensor):
+        for expression, value, _ in _extents(buffer, tensor):
             if type(expression).__name__ == "Var":
-                values.setdefault(expression, value)
+                values.setdefault(expression, converted(value, numpy_type(expression.dtype)))
     for buffer, tensor in bound:
-        for expression, value in _extents(buffer, tensor):
+        for expression, value, is_free in _extents(buffer, tensor):
+            if is_free:
+                continue
+            held = converted(value, numpy_type(expression.dtype))
+            if held != value:
+                # Compiled kernels read it so and say nothing.
+                cut = f"{expression} is {value}, of which {expression.dtype} holds {held}"
+                tensors[program.buffer(buffer).key].cut = cut
+                continue
             wanted = _evaluate(expression, values)
             if wanted != value:
                 raise ArgumentError(
@@ -49,16 +57,12 @@ def bind(function: Any, arguments: tuple[Any, ...], program: Program) -> tuple[d
     return values, tensors
 
 
-def _extents(buffer: Any, tensor: torch.Tensor) -> list[tuple[Any, int]]:
-    """Declared extents and strides with the tensor's; the stride of a dimension that takes no step is free."""
-    found = list(zip(buffer.shape, tensor.shape, strict=True))
+def _extents(buffer: Any, tensor: torch.Tensor) -> list[tuple[Any, int, bool]]:
+    """Declared extents and strides, the tensor's, and whether it is free: the stride of a dimension without a step."""
+    found = [(expression, extent, False) for expression, extent in zip(buffer.shape, tensor.shape, strict=True)]
     if buffer.strides:
         steps = zip(buffer.strides, tensor.stride(), tensor.shape, strict=True)
-        found += [
-            (expression, stride)
-            for expression, stride, extent in steps
-            if type(expression).__name__ == "Var" or (extent > 1 and tensor.numel())
-        ]
+        found += [(expression, stride, extent <= 1 or not tensor.numel()) for expression, stride, extent in steps]
     return found
 
 

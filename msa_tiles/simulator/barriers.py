@@ -123,7 +123,11 @@ def wait_phase(barrier: Mbarrier, parity: int, frame: Frame) -> Iterator[Wait | 
 
 @dataclass
 class NamedBarrier:
-    """bar.sync with one id: `count` threads wait for each other."""
+    """bar.sync with one id: `count` threads wait for each other.
+
+    Warps of a role come together here and one by one on a GPU. So a warp that was not in the turn before must know
+    that turn to be over: else it could have come in the middle of it, and have let others go too early.
+    """
 
     name: str
     order: Order
@@ -131,6 +135,29 @@ class NamedBarrier:
     waiting: int = 0
     turn: int = 0
     warps: list[np.ndarray] = field(default_factory=list)
+    # The warps of the turn before, and their clocks when they came.
+    last_warps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    last_clocks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def check_turn(self, warps: np.ndarray) -> None:
+        """Raises BarrierError when one of these warps may meet the turn before."""
+        if len(self.last_warps) == 0:
+            return
+        over = (self.order.knows[np.ix_(warps, self.last_warps)] > self.last_clocks).any(1)
+        if not over.all():
+            raise BarrierError(
+                f"{self.name}: warp {warps[~over][0]} may come while warps {self.last_warps.min()} to "
+                f"{self.last_warps.max()} still meet there, since nothing tells it that they have gone on"
+            )
+
+    def complete(self) -> None:
+        """All have come: they know of each other, and the next turn begins."""
+        together = np.concatenate(self.warps)
+        self.last_warps, self.last_clocks = together, self.order.clock[together]
+        self.order.acquire(together, self.order.release(together))
+        self.turn += 1
+        self.waiting = 0
+        self.warps = []
 
 
 @dataclass
@@ -152,11 +179,12 @@ class NamedWait:
 def sync(barrier: NamedBarrier, count: int, frame: Frame) -> Iterator[Wait | None]:
     """Arrive and wait.
 
-    Raises BarrierError when threads disagree on the count, or more than that come.
+    Raises BarrierError when threads disagree on the count, more than that come, or two turns may mix.
     """
     if count % WARP:
         raise DivergenceError(f"{barrier.name}: counts {count} threads, wanted whole warps")
     warps = frame.whole_warps(barrier.name)
+    barrier.check_turn(warps)
     if barrier.waiting == 0:
         barrier.count = count
     elif barrier.count != count:
@@ -166,11 +194,7 @@ def sync(barrier: NamedBarrier, count: int, frame: Frame) -> Iterator[Wait | Non
     if barrier.waiting > count:
         raise BarrierError(f"{barrier.name}: {barrier.waiting} threads came, it counts {count}")
     if barrier.waiting == count:
-        together = np.concatenate(barrier.warps)
-        barrier.order.acquire(together, barrier.order.release(together))
-        barrier.turn += 1
-        barrier.waiting = 0
-        barrier.warps = []
+        barrier.complete()
         yield None
     else:
         yield NamedWait(barrier, barrier.turn, frame)

@@ -68,19 +68,26 @@ def scatter(array: np.ndarray, where: tuple[np.ndarray, ...], values: np.ndarray
 
 
 class GlobalMemory:
-    """A tensor argument. ``awaited``: the kernel before works on it until pdl_sync returns."""
+    """A tensor argument.
+
+    ``awaited``: the kernel before works on it until pdl_sync returns. ``cut``: why the kernel would look for it
+    elsewhere, if its integers do not hold the tensor's extents and strides.
+    """
 
     def __init__(self, name: str, array: np.ndarray, address: int) -> None:
         self.name, self.array, self.shape, self.dtype = name, array, array.shape, array.dtype
         self.address = address
         self.awaited = False
-        self._places: np.ndarray | None = None
+        self.cut = ""
+        self._offsets: tuple[np.ndarray, np.ndarray] | None = None
 
     def reach(self, frame: Frame) -> None:
         """The threads of a frame are about to access the tensor.
 
-        Raises RaceError.
+        Raises RaceError, OutOfBoundsError.
         """
+        if self.cut:
+            raise OutOfBoundsError(f"{self.name}: {self.cut}")
         if self.awaited and not frame.cta.synced.issuperset(frame.warps.tolist()):
             raise RaceError(f"{self.name}: accessed before pdl_sync, and the kernel before may not be done with it")
 
@@ -104,19 +111,21 @@ class GlobalMemory:
 
         Raises OutOfBoundsError.
         """
-        if self._places is None:
+        if self._offsets is None:
             steps = [stride // self.dtype.itemsize for stride in self.array.strides]
             at = sum(np.arange(n).reshape([-1] + [1] * (self.array.ndim - d - 1)) * steps[d]
                      for d, n in enumerate(self.shape))  # fmt: skip
-            at = np.broadcast_to(np.asarray(at), self.shape)
-            self._places = np.full(int(at.max()) + 1 if at.size else 0, -1, np.int64)
-            self._places[at.reshape(-1)] = np.arange(at.size)
-        wild = (offsets < 0) | (offsets >= len(self._places))
-        found = self._places[np.where(wild, 0, offsets)] if len(self._places) else np.full(offsets.shape, -1)
-        wild |= found < 0
+            flat = np.broadcast_to(np.asarray(at), self.shape).reshape(-1)
+            order = np.argsort(flat, kind="stable")
+            self._offsets = flat[order], order
+        known, order = self._offsets
+        if not len(known):
+            raise OutOfBoundsError(f"{self.name}: element offset {offsets.flat[0]} is not in an empty tensor")
+        near = np.minimum(np.searchsorted(known, offsets), len(known) - 1)
+        wild = known[near] != offsets
         if wild.any():
             raise OutOfBoundsError(f"{self.name}: element offset {offsets[wild].flat[0]} is not in the tensor")
-        return np.unravel_index(found, self.shape)
+        return np.unravel_index(order[near], self.shape)
 
 
 class LocalMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ ORDERS = ("ascending", "score", "local_last")
 CHUNK = 128
 WARP = 32
 QUERY_SHIFT, SLOT_SHIFT, SLOTS, LAST_KEY = 13, 7, 63, 127
+# Kernels that are launched while the one before ends: until pdl_sync every tensor is that one's, if not said otherwise.
+DEPENDENT = ("combine", "decode_score", "decode_topk", "sparse_decode")
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Call:
     values: str = "normal"  # or "integer": exact, with ties
     strided: bool = False
     shortened: bool = False  # requests use a part of their keys
+    used: Sequence[int] | None = None  # that many of them
     rows_behind: int = 0  # query rows that belong to no request
     pages_per_block: int = 0  # keys in pages of a pool
     positions: bool = False  # a position for every query instead of the rule
@@ -47,6 +50,8 @@ class Call:
     def __post_init__(self) -> None:
         self.source = Source(torch.device("cpu"), self.seed, self.values)
         self.lengths: Lengths = self.source.lengths(self.sequences, self.shortened)
+        if self.used is not None:
+            self.lengths = replace(self.lengths, seqused_k=torch.tensor(self.used, dtype=torch.int32))
         self.total_q = sum(queries for queries, _ in self.sequences) + self.rows_behind
         self.total_k = sum(keys for _, keys in self.sequences)
 
@@ -60,7 +65,12 @@ class Call:
         return Buffer(shape, dtype, torch.device("cpu"), order)
 
     def place(self, block_size: int, *flat: Tensor) -> tuple[places.Place, tuple[Tensor, ...], dict[str, Any]]:
-        """Where queries and keys stand, as kernels take it; the keys as stored; the same for the reference."""
+        """Where queries and keys stand, as kernels take it; the keys as stored; the same for the reference.
+
+        What lies behind the keys of a request that uses a part of them is NaN from here on.
+        """
+        for tensor in flat:
+            self.poison_behind(tensor)
         options, stored = placed(self.source, self.lengths, self.pages_per_block, block_size, False, *flat)
         if self.positions:
             behind = torch.zeros(self.rows_behind, dtype=torch.int32)
@@ -69,15 +79,26 @@ class Call:
         at = places.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
         return at, stored if flat else (), options
 
+    def poison_behind(self, keys: Tensor) -> None:
+        """NaN in the rows of flat keys or values [total_k, …] that no request uses."""
+        if self.lengths.seqused_k is not None:
+            starts = self.lengths.cu_seqlens_k
+            for start, used, end in zip(starts, self.lengths.seqused_k, starts[1:], strict=False):
+                keys[start + used : end] = math.nan
+
     def run(
         self,
         op: str,
         variant: Mapping[str, int],
         *arguments: Any,
         precision: str = "bf16",
-        awaited: Collection[str] = (),
+        awaited: Collection[str] | None = None,
     ) -> None:
         function = kernel(op, precision, self.target, **variant)
+        if awaited is None:
+            every = [str(function.buffer_map[parameter].name) for parameter in function.params
+                     if parameter in function.buffer_map]  # fmt: skip
+            awaited = every if op in DEPENDENT else ()
         simulate(function, *arguments, seed=self.seed, late=self.late, awaited=awaited)
 
 
@@ -135,11 +156,15 @@ def ranked(
     group: int = 1,
     block_size: int = 64,
     mode: int = 2,
+    ties_from: int | None = None,
     **forced: int,
 ) -> None:
+    """`ties_from`: all blocks from this one on are equal, and better than those before."""
     score = call.source.values((heads * group, call.total_q, blocks), torch.float32)
     for value in (math.nan, math.inf, -math.inf, -0.0):
         score = score.masked_fill(call.source.chance(0.05, score.shape), value)
+    if ties_from is not None:
+        score = tied(score.shape, ties_from)
     score = spread(score, TOKEN_MAJOR) if call.strided else score
     out = call.output((heads, call.total_q, k), torch.int32)
     counts = call.source.whole(0, blocks + 1, (call.total_q,)).to(torch.int32)
@@ -162,6 +187,11 @@ def ranked(
         **where,
     )
     compare.same("out", out.view, wanted)
+
+
+def tied(shape: Sequence[int], first: int) -> Tensor:
+    """Scores that are 0 from a block on and -1 before."""
+    return (torch.arange(shape[-1]) >= first).float().sub(1.0).expand(*shape).contiguous()
 
 
 def select_blocks(
@@ -387,8 +417,12 @@ def sparse_decode(
     heads_per_group: int = 1,
     init_blocks: int = 0,
     local_blocks: int = 1,
+    ties_from: int | None = None,
 ) -> None:
-    """Every split, merged by the reference; with `scored_blocks` the ids are chosen from random scores first."""
+    """Every split, merged by the reference; with `scored_blocks` the ids are chosen from scores first.
+
+    Those are random, or equal from block `ties_from` on.
+    """
     q = call.tensor(call.total_q, heads * group, head_dim)
     flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
     at, (k, v), where = call.place(block_size, *flat)
@@ -398,6 +432,8 @@ def sparse_decode(
         blocks = max(-(-call.lengths.longest_k // block_size), 1)
         score = call.source.values((heads * heads_per_group, call.total_q, blocks), torch.float32)
         score = score.masked_fill(call.source.chance(0.1, score.shape), math.nan)
+        if ties_from is not None:
+            score = tied(score.shape, ties_from)
         chosen = call.output((heads, call.total_q, topk), torch.int32)
         ids = chosen.view
     else:
@@ -409,7 +445,9 @@ def sparse_decode(
     variant |= {"pages_per_block": call.pages_per_block, "scored_blocks": scored_blocks}
     arguments = (q, k, v, at.page_table, ids, *at[:3], at.q_positions, score, partial_out, partial_lse)
     scalars = (head_dim**-0.5 * math.log2(math.e), at.use_seqused, at.use_positions, init_blocks, local_blocks)
-    call.run("sparse_decode", variant, *arguments, *scalars)
+    # decode_score lets this kernel begin when all but the scores is there.
+    awaited = ("score",) if scored_blocks else None
+    call.run("sparse_decode", variant, *arguments, *scalars, awaited=awaited)
     assert bool(partial_out.isfinite().all()), "a share without keys is zero"
     if scored_blocks:
         chosen.check_gaps("block_indices")

@@ -76,11 +76,9 @@ def sparse_attention_backward(
     """The whole call as msa_tiles.ops launches it; with `given` on the schedule of the forward call."""
     q = call.tensor(call.total_q, heads * group, head_dim)
     k, v = (call.tensor(call.total_k, heads, head_dim) for _ in range(2))
-    if call.lengths.seqused_k is not None:
-        # Behind the keys of a request anything may stand.
-        starts = call.lengths.cu_seqlens_k
-        for start, used, end in zip(starts, call.lengths.seqused_k, starts[1:], strict=False):
-            k[start + used : end], v[start + used : end] = math.nan, math.nan
+    # Behind the keys of a request anything may stand.
+    for tensor in (k, v):
+        call.poison_behind(tensor)
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     ids = spread(ids, TOKEN_MAJOR) if call.strided else ids

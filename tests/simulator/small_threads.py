@@ -237,6 +237,22 @@ def wide():
     return main
 
 
+def far():
+    """Copies rows that may lie more than 2**31 elements apart."""
+    rows = T.dynamic("rows")
+    stride, out_stride = T.dynamic("stride, out_stride", "int64")
+
+    @T.prim_func
+    def main(
+        x: T.StridedTensor((rows, 64), (stride, 1), "int8"), out: T.StridedTensor((rows, 64), (out_stride, 1), "int8")
+    ):
+        with T.Kernel(rows, threads=64) as row:
+            tx = T.get_thread_binding()
+            out[row, tx] = x[row, tx]
+
+    return main
+
+
 def tiles():
     """Fragments: copies, reductions and a parallel loop over shared memory."""
 

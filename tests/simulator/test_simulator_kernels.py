@@ -20,6 +20,15 @@ MIXED = [(131, 150), (0, 70), (1, 1), (5, 0), (70, 200)]
 FEW = [(3, 129)]
 # Few queries each, some without keys or queries.
 DECODED = [(3, 150), (0, 70), (1, 1), (2, 0), (9, 200), (1, 700)]
+# The first query of a request sees all of its only block but one key.
+ONE_HIDDEN = [(2, 64)] * 6
+# The last block of a request lacks one key, and NaN lies there.
+ONE_MISSING = {"sequences": [(1, 64), (70, 128)], "used": [63, 127], "seed": 4}
+LONG = [(3, 64 * 40)]
+TIED = "ties behind block 8192"  # ids of 14 bits
+SMALL = {"head_dim": 64, "block_size": 64, "group": 8}
+# With two KV heads, an offset that is wrong from the third on would be right.
+HEADS = {**SMALL, "heads": 3, "topk": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +88,10 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(3, 3)], "seed": 7, "values": "integer"},
             {"max_blocks": 1024, "k": 50, "blocks": 1000},
         ),
+        TIED: (
+            {"sequences": [(1, 64 * 16000)], "seed": 6},
+            {"max_blocks": 16384, "k": 50, "blocks": 16000, "mode": 0, "ties_from": 9000},
+        ),
     },
     "sparse_decode": {
         "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3}),
@@ -120,6 +133,13 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "pages of half a block": (
             {"sequences": DECODED, "seed": 7, "pages_per_block": 2},
             {"head_dim": 64, "block_size": 64, "group": 4, "topk": 3},
+        ),
+        "three heads": ({"sequences": [(2, 200)]}, HEADS),
+        "one key hidden": ({"sequences": ONE_HIDDEN, "seed": 3}, {**SMALL, "topk": 1}),
+        "one row missing": (ONE_MISSING, {**SMALL, "topk": 2}),
+        TIED: (
+            {"sequences": [(1, 64 * 9500)], "seed": 6},
+            {**SMALL, "group": 1, "topk": 50, "scored_blocks": 16384, "ties_from": 9000},
         ),
     },
     "index_score": {
@@ -198,6 +218,8 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(3, 4400), (0, 9), (5, 0)], "seed": 8, "shortened": True},
             {"head_dim": 64, "index_dim": 64, "block_size": 64, "group": 2, "prefix": 1, "ctas": 3},
         ),
+        "three heads": ({"sequences": [(40, 150)]}, {**HEADS, "index_dim": 64}),
+        "slots beyond 31": ({"sequences": LONG, "seed": 5}, {**SMALL, "index_dim": 64, "topk": 35}),
     },
     "index_lse": {
         "mixed": (
@@ -212,6 +234,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": MIXED, "seed": 3, "late": False, "positions": True},
             {"index_dim": 128, "block_size": 64, "topk": 2},
         ),
+        "slots beyond 31": ({"sequences": LONG, "seed": 5}, {"index_dim": 64, "block_size": 64, "topk": 35}),
     },
     "topk_select": {
         "few blocks": ({"sequences": FEW, "seed": 1}, {"topk": 8, "k": 5, "blocks": 3, "heads": 2}),
@@ -333,6 +356,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(30, 600000)], "seed": 7, "positions": True},
             {"block_size": 64, "topk": 17, "window": 640},
         ),
+        "one key hidden": ({"sequences": ONE_HIDDEN, "seed": 3}, {"block_size": 64, "topk": 1, "window": 128}),
     },
     "sparse_attention": {
         "mixed": (
@@ -363,6 +387,9 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": MIXED, "seed": 7, "late": False, "pages_per_block": 8},
             {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2},
         ),
+        "three heads": ({"sequences": [(9, 150)]}, HEADS),
+        "one row missing": (ONE_MISSING, {**SMALL, "topk": 2}),
+        "slots beyond 31": ({"sequences": LONG, "seed": 5}, {**SMALL, "topk": 35}),
     },
     "split_selection": {
         "mixed": (
@@ -389,6 +416,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(1, 1)], "seed": 6},
             {"block_size": 128, "tile_tokens": 8, "topk": 1, "fill": 9},
         ),
+        "one key hidden": ({"sequences": [(2, 64)], "seed": 5}, {"block_size": 64, "tile_tokens": 8, "topk": 1}),
     },
     "shared_attention": {
         "mixed": (
@@ -431,6 +459,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(33, 300)], "seed": 10},
             {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "close": True, "scale": 0.01},
         ),
+        "three heads": ({"sequences": [(9, 150)]}, {**HEADS, "close": True}),
     },
     "sparse_attention_backward": {
         "mixed": (
@@ -461,6 +490,9 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(300, 350)], "seed": 8},
             {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "window": 160, "ctas": 3, "given": True},
         ),
+        "three heads": ({"sequences": [(40, 150)]}, HEADS),
+        "one row missing": (ONE_MISSING, {**SMALL, "topk": 2}),
+        "slots beyond 31": ({"sequences": LONG, "seed": 5}, {**SMALL, "topk": 35}),
     },
     "gradient_rows": {
         "strided": ({"sequences": [(5, 5)], "seed": 1, "strided": True}, {"head_dim": 128, "heads": 18}),

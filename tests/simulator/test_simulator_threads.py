@@ -237,6 +237,18 @@ def test_wide_accesses_respect_strides_alignment_and_gaps(build: Any) -> None:
         simulate(build("wide", ("if tx < 8", "if tx < 9")), space[:, :64], out[:, :64])
 
 
+def test_a_stride_that_its_integer_does_not_hold_leads_elsewhere(build: Any) -> None:
+    x = torch.arange(128, dtype=torch.int8).view(2, 64)
+    # Of the 2 GiB between the rows no page is touched.
+    out = torch.empty(2**31 + 64, dtype=torch.int8).as_strided((2, 64), (2**31, 1))
+    simulate(build("far"), x, out)
+    assert torch.equal(out, x)
+    cut = build("far", ('"stride, out_stride", "int64"', '"stride, out_stride"'))
+    simulate(cut, x, x.clone())
+    with pytest.raises(OutOfBoundsError, match="out: out_stride is 2147483648, of which int32 holds -2147483648"):
+        simulate(cut, x, out)
+
+
 def test_fragments(build: Any) -> None:
     x, rows, turned = real(64, 32), torch.full((3, 64), torch.nan), torch.full((32, 64), torch.nan)
     x[3, 5] = torch.nan
