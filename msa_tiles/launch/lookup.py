@@ -53,6 +53,8 @@ def call_facts(
         features.add("k_offset")
     if not all(aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
+    if any(expanded(tensor) for tensor in wide):
+        features.add("expanded")
     return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
 
@@ -92,6 +94,11 @@ def oversized_table(where: Where, block_size: int) -> tuple[str, ...]:
     if rows < 1 << 31:
         return ()
     return (f"page_table spans {rows} virtual rows (requests x max_pages x block_size), wanted fewer than 2**31",)
+
+
+def expanded(tensor: Tensor) -> bool:
+    """Whether a tensor repeats elements by a stride of 0, which not every kernel can describe to TMA."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def aligned(tensor: Tensor) -> bool:

@@ -138,9 +138,16 @@ def _tma_copy(compiler: Expressions, node: Any) -> Built:
     options = _options(node, {"barrier": None, "eviction_policy": None})
     source, target = _box(compiler, node.args[0]), _box(compiler, node.args[1])
     if "barrier" in options:
-        barrier = _barrier(compiler, options["barrier"])
-        return lambda f: tma.load(f, source(f), target(f), barrier(f)), False, True
-    return lambda f: tma.store(f, source(f), target(f)), False, True
+        barrier, steps = _barrier(compiler, options["barrier"]), _described(compiler, node.args[0])
+        return lambda f: tma.load(f, source(f), target(f), barrier(f), steps(f)), False, True
+    steps = _described(compiler, node.args[1])
+    return lambda f: tma.store(f, source(f), target(f), steps(f)), False, True
+
+
+def _described(compiler: Expressions, node: Any) -> Callable[[Frame], tuple[int, ...]]:
+    """The strides that a tile operand in global memory is described by to TMA, in elements."""
+    steps = [compiler.uniform(step, "a stride") for step in node.args[0].buffer.strides]
+    return lambda f: tuple(step(f) for step in steps)
 
 
 def _tma_store_wait(compiler: Expressions, node: Any) -> Built:

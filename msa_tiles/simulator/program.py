@@ -48,11 +48,24 @@ class Program:
         return info
 
     def buffer(self, buffer: Any) -> BufferInfo:
-        """Raises UnsupportedError for a buffer that is neither an argument nor allocated."""
-        try:
-            return self.buffers[buffer]
-        except KeyError:
-            raise UnsupportedError(f"buffer {buffer.name} is neither an argument nor allocated") from None
+        """The buffer, or the argument that it is a view of: of the same shape, described by other strides.
+
+        Raises UnsupportedError for a buffer that is neither.
+        """
+        for known, info in self.buffers.items():
+            if buffer.same_as(known) or _is_view(buffer, known, info):
+                return info
+        raise UnsupportedError(f"buffer {buffer.name} is neither an argument nor allocated")
+
+
+def _is_view(buffer: Any, known: Any, info: BufferInfo) -> bool:
+    if info.scope != "global" or not buffer.data.same_as(known.data) or buffer.dtype != known.dtype:
+        return False
+    return len(buffer.shape) == len(known.shape) and all(map(_same, buffer.shape, known.shape))
+
+
+def _same(extent: Any, other: Any) -> bool:
+    return bool(extent.same_as(other)) or (type(extent).__name__ == "IntImm" and extent == other)
 
 
 def kind_of(node: Any) -> str:

@@ -15,11 +15,11 @@ ALIGNMENT = 16  # bytes, of the base address, of the strides and of the inner ex
 MOST_EXTENT = 256
 
 
-def load(frame: Frame, source: Box, target: Box, barrier: Mbarrier) -> None:
+def load(frame: Frame, source: Box, target: Box, barrier: Mbarrier, steps: tuple[int, ...]) -> None:
     """Global to shared. The target is undefined from now until the phase of the barrier completes."""
     memory = target.memory
     assert isinstance(memory, SharedMemory)
-    leader, knows = _issue(frame, source, target)
+    leader, knows = _issue(frame, source, target, steps)
     places = target.places
     memory.check_write(places, leader, "a TMA load")
     memory.check_published(places, knows, "a TMA load over this")
@@ -43,11 +43,11 @@ def load(frame: Frame, source: Box, target: Box, barrier: Mbarrier) -> None:
 class Store:
     """Shared to global, a bulk group of its own."""
 
-    def __init__(self, frame: Frame, source: Box, target: Box) -> None:
+    def __init__(self, frame: Frame, source: Box, target: Box, steps: tuple[int, ...]) -> None:
         memory = source.memory
         assert isinstance(memory, SharedMemory)
         self.cta, self.source, self.target = frame.cta, source, target
-        self.leader, knows = _issue(frame, target, source)
+        self.leader, knows = _issue(frame, target, source, steps)
         places = source.places
         if not memory.clock[0, places].all():
             raise UninitialisedError(f"{memory.name}: a TMA store reads what nobody wrote")
@@ -74,9 +74,9 @@ class Store:
         self.target.memory.array[inner] = self.values[outer]
 
 
-def store(frame: Frame, source: Box, target: Box) -> None:
+def store(frame: Frame, source: Box, target: Box, steps: tuple[int, ...]) -> None:
     """Start a store and commit it."""
-    operation = Store(frame, source, target)
+    operation = Store(frame, source, target, steps)
     frame.cta.stores.setdefault(int(frame.tid[0]), []).append(operation)
     if not frame.cta.late:
         operation.read()
@@ -100,8 +100,8 @@ def wait(frame: Frame, most: int, read_only: bool) -> None:
                 cta.land_stores()
 
 
-def _issue(frame: Frame, outer: Box, inner: Box) -> tuple[int, np.ndarray]:
-    """Check a copy; the warp that issues it and what that warp knows."""
+def _issue(frame: Frame, outer: Box, inner: Box, steps: tuple[int, ...]) -> tuple[int, np.ndarray]:
+    """Check a copy; the warp that issues it and what that warp knows. TMA is told these strides of the outer tensor."""
     if not isinstance(outer.memory, GlobalMemory) or not isinstance(inner.memory, SharedMemory):
         raise UnsupportedError(
             f"tma_copy between {outer.memory.name} and {inner.memory.name}: wanted global and shared"
@@ -111,11 +111,16 @@ def _issue(frame: Frame, outer: Box, inner: Box) -> tuple[int, np.ndarray]:
     frame.whole_warps("tma_copy")
     memory = outer.memory
     memory.reach(frame)
-    steps = [abs(s) for s, n in zip(memory.array.strides[:-1], memory.shape[:-1], strict=True) if n > 1]
-    if memory.address % ALIGNMENT or any(step % ALIGNMENT for step in steps):
-        raise UnsupportedError(f"{memory.name}: TMA wants addresses and strides in multiples of {ALIGNMENT} bytes")
-    if memory.shape[-1] > 1 and memory.array.strides[-1] != memory.dtype.itemsize:
+    width = memory.dtype.itemsize
+    if memory.address % ALIGNMENT or any(step <= 0 or step * width % ALIGNMENT for step in steps[:-1]):
+        raise UnsupportedError(
+            f"{memory.name}: TMA wants addresses and strides in positive multiples of {ALIGNMENT} bytes, not {steps}"
+        )
+    if steps[-1] != 1:
         raise UnsupportedError(f"{memory.name}: TMA wants the last stride to be 1")
+    for step, stride, extent in zip(steps, memory.array.strides, memory.shape, strict=True):
+        if extent > 1 and step * width != stride:
+            raise UnsupportedError(f"{memory.name}: TMA is told strides {steps}, which are not the tensor's")
     if outer.extent[-1] * memory.dtype.itemsize % ALIGNMENT or max(outer.extent) > MOST_EXTENT:
         raise UnsupportedError(f"{memory.name}: TMA cannot copy a box {outer.extent}")
     leader = int(frame.tid[0]) // WARP

@@ -93,9 +93,10 @@ def test_features_that_a_call_needs(kernels, monkeypatch):
     pool, used = torch.zeros(9, BLOCK, 16), torch.tensor([1, 0, 2], dtype=torch.int32)
     table = {"page_table": torch.zeros(3, 4, dtype=torch.int32), "seqused_k": used, "cu_seqlens_k": None}
     ops.select_blocks(**arguments | {"idx_k": pool} | table)
+    ops.select_blocks(**arguments | {"idx_k": torch.zeros(1, 16).expand(40, 16)})
     found = [set(facts.features) for facts, _ in kernels.found]
-    assert found == [{"q_positions"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}]
-    assert [facts.variant["pages_per_block"] for facts, _ in kernels.found] == [0, 0, 0, 1]
+    assert found == [{"q_positions"}, {"strided_unaligned"}, {"strided_unaligned"}, {"paged"}, {"expanded"}]
+    assert [facts.variant["pages_per_block"] for facts, _ in kernels.found] == [0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("pages_per_block", [1, 2, 4])

@@ -538,6 +538,26 @@ def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
     simulated_calls.build_schedule(call, block_size=128, topk=64, window=256)
 
 
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+@pytest.mark.parametrize("op", ["sparse_attention", "select_blocks", "index_score", "decode_score", "sparse_decode",
+                                "shared_attention", "sparse_attention_backward", "index_lse", "index_kl"])  # fmt: skip
+@pytest.mark.parametrize("keys", [1, 70])
+def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: str, keys: int) -> None:
+    """One query, one KV head, and one key or more: TMA is told other strides than such tensors have."""
+    if not default_registry().select(op, "tilelang", target):
+        pytest.skip("no such kernel")
+    sizes: dict[str, int] = {"head_dim": 64, "block_size": 64, "topk": 2, "group": 8}
+    if op in ("select_blocks", "index_score", "decode_score"):
+        sizes = {"head_dim": 64, "block_size": 64}
+        sizes |= {"topk": 8, "k": 2, "heads_per_group": 1} if op == "select_blocks" else {"heads": 1}
+    elif op in ("index_lse", "index_kl"):
+        sizes = {"index_dim": 64, "block_size": 128, "topk": 2}
+        sizes |= {"head_dim": 128, "group": 8} if op == "index_kl" else {}
+    (calls,) = [calls for calls in MODULES if hasattr(calls, op)]
+    values = "integer" if op == "select_blocks" else "normal"
+    getattr(calls, op)(Call([(1, keys)], seed=keys, loose=True, values=values, target=target), **sizes)
+
+
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]

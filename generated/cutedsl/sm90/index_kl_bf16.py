@@ -45,6 +45,7 @@
 #   topk <= 64
 # Serves
 #   q_positions  a position for each query instead of the rule of its sequence
+#   expanded     a stride of 0 in a dimension of more than one element
 # Does not serve
 #   k_offset           the keys of a call are a shard that begins at k_offset
 #   strided_unaligned  a stride or an address that is no multiple of 16 bytes

@@ -28,6 +28,8 @@
 #   num_sequences  runtime
 # Rules
 #   topk <= 64
+# Serves
+#   expanded  a stride of 0 in a dimension of more than one element
 # Does not serve
 #   strided_unaligned  a stride or an address that is no multiple of 16 bytes
 

@@ -7,12 +7,13 @@ request's keys names does not matter: its rows are masked, and TMA answers a pag
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import described, strides
+
 
 def index_keys(head_dim, block_size, pages_per_block):
     """Shape and strides of index keys: [total_k, dim], or [pages, page, dim] with pages_per_block > 0."""
     rows, pages = T.dynamic("num_key_rows, num_pages")
-    page_stride = T.dynamic("key_page", "int64")
-    row_stride = T.dynamic("key_row_stride")
+    page_stride, row_stride = strides("key_page, key_row_stride")
     if pages_per_block == 0:
         return (rows, head_dim), (row_stride, 1)
     return (pages, block_size // pages_per_block, head_dim), (page_stride, row_stride, 1)
@@ -21,8 +22,7 @@ def index_keys(head_dim, block_size, pages_per_block):
 def block_keys(heads, head_dim, block_size, pages_per_block, name):
     """Shape and strides of keys or values: [total_k, heads, dim], or [pages, heads, page, dim]."""
     rows, pages = T.dynamic(f"num_{name}_rows, num_{name}_pages")
-    page_stride = T.dynamic(f"{name}_page", "int64")
-    row_stride, head_stride = T.dynamic(f"{name}_row, {name}_head")
+    page_stride, row_stride, head_stride = strides(f"{name}_page, {name}_row, {name}_head")
     if pages_per_block == 0:
         return (rows, heads, head_dim), (row_stride, head_stride, 1)
     return (pages, heads, block_size // pages_per_block, head_dim), (page_stride, head_stride, row_stride, 1)
@@ -35,7 +35,7 @@ def load_block(keys, page_table, row, head, shared, full, block_size, head_dim, 
     Signals full.
     """
     if pages_per_block == 0:
-        T.tma_copy(keys[row : row + block_size, head, :], shared, barrier=full)
+        T.tma_copy(described(keys)[row : row + block_size, head, :], shared, barrier=full)
     else:
         page_size = block_size // pages_per_block
         span = page_table.shape[1] * block_size
@@ -43,7 +43,7 @@ def load_block(keys, page_table, row, head, shared, full, block_size, head_dim, 
             page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
             for half in T.unroll(head_dim // 64):
                 T.tma_copy(
-                    keys[page, head, 0:page_size, half * 64 : half * 64 + 64],
+                    described(keys)[page, head, 0:page_size, half * 64 : half * 64 + 64],
                     shared[p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
                     barrier=full,
                 )
@@ -56,7 +56,7 @@ def load_index_block(keys, page_table, row, shared, full, stage, block_size, hea
     Signals full[stage].
     """
     if pages_per_block == 0:
-        T.tma_copy(keys[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
+        T.tma_copy(described(keys)[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
     else:
         page_size = block_size // pages_per_block
         span = page_table.shape[1] * block_size
@@ -64,7 +64,7 @@ def load_index_block(keys, page_table, row, shared, full, stage, block_size, hea
             page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
             for half in T.unroll(head_dim // 64):
                 T.tma_copy(
-                    keys[page, 0:page_size, half * 64 : half * 64 + 64],
+                    described(keys)[page, 0:page_size, half * 64 : half * 64 + 64],
                     shared[stage, p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
                     barrier=full[stage],
                 )

@@ -7,6 +7,7 @@ query a row; queries' are positive, so that a row is multiplied once, after its 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import keys, scores
+from msa_tiles.dsl.tilelang.layout import described, strides
 
 
 def index_keys(head_dim, block_size, pages_per_block, key_scales):
@@ -16,8 +17,7 @@ def index_keys(head_dim, block_size, pages_per_block, key_scales):
     """
     key_layout = keys.index_keys(head_dim, block_size, pages_per_block)
     rows, pages = T.dynamic("num_scale_rows, num_scale_pages")
-    page_stride = T.dynamic("scale_page", "int64")
-    row_stride = T.dynamic("scale_row")
+    page_stride, row_stride = strides("scale_page, scale_row")
     if pages_per_block == 0 or not key_scales:
         return *key_layout, (rows,), (row_stride,)
     return *key_layout, (pages, block_size // pages_per_block), (page_stride, row_stride)
@@ -30,14 +30,14 @@ def load_index_block(idx_k, page_table, row, shared, full, stage, block_size, pa
     A row is one box of at most 128 bytes. Signals full[stage].
     """
     if pages_per_block == 0:
-        T.tma_copy(idx_k[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
+        T.tma_copy(described(idx_k)[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
     else:
         page_size = block_size // pages_per_block
         span = page_table.shape[1] * block_size
         for p in T.unroll(pages_per_block):
             page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
             T.tma_copy(
-                idx_k[page, 0:page_size, :],
+                described(idx_k)[page, 0:page_size, :],
                 shared[stage, p * page_size : (p + 1) * page_size, :],
                 barrier=full[stage],
             )

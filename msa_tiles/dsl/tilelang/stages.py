@@ -2,6 +2,8 @@
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import described
+
 
 @T.macro
 def load_stage(keys, page_table, row, head, shared, full, stage, block_size, head_dim, pages_per_block):
@@ -10,7 +12,7 @@ def load_stage(keys, page_table, row, head, shared, full, stage, block_size, hea
     Signals full[stage].
     """
     if pages_per_block == 0:
-        T.tma_copy(keys[row : row + block_size, head, :], shared[stage, :, :], barrier=full[stage])
+        T.tma_copy(described(keys)[row : row + block_size, head, :], shared[stage, :, :], barrier=full[stage])
     else:
         page_size = block_size // pages_per_block
         span = page_table.shape[1] * block_size
@@ -18,7 +20,7 @@ def load_stage(keys, page_table, row, head, shared, full, stage, block_size, hea
             page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
             for half in T.unroll(head_dim // 64):
                 T.tma_copy(
-                    keys[page, head, 0:page_size, half * 64 : half * 64 + 64],
+                    described(keys)[page, head, 0:page_size, half * 64 : half * 64 + 64],
                     shared[stage, p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
                     barrier=full[stage],
                 )

@@ -25,6 +25,7 @@ several tasks of nearly equal size, so that no CTA works long after the others.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scan import inclusive_sums
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most, last_visible
 
@@ -53,7 +54,8 @@ def build_schedule(block_size: int):
         "num_kv_heads, total_q, topk, num_requests_1, num_requests"
     )
     num_windows, num_edges, max_tasks = T.dynamic("num_windows, num_edges, max_tasks")
-    ids_head, ids_token, num_positions = T.dynamic("ids_head, ids_token, num_positions")
+    num_positions = T.dynamic("num_positions")
+    ids_head, ids_token = strides("ids_head, ids_token")
 
     @T.macro
     def fetch(block_indices, head, first, apart, last_query, slot, topk, ids):

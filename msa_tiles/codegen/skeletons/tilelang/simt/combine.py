@@ -9,6 +9,7 @@ split with lse -inf is empty: its data may be anything and stays out of the sum.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half, pack_halves
 
 ELEMENT = "bfloat16"  # <- precision.output
@@ -33,9 +34,9 @@ def combine(head_dim: int):
     """
     lanes = head_dim // VECTOR
     splits, total_q, num_q_heads = T.dynamic("splits, total_q, num_q_heads")
-    part_split, part_token, part_head = T.dynamic("part_split, part_token, part_head")
-    plse_split, plse_token, plse_head = T.dynamic("plse_split, plse_token, plse_head")
-    out_token, out_head, lse_token, lse_head = T.dynamic("out_token, out_head, lse_token, lse_head")
+    part_split, part_token, part_head = strides("part_split, part_token, part_head")
+    plse_split, plse_token, plse_head = strides("plse_split, plse_token, plse_head")
+    out_token, out_head, lse_token, lse_head = strides("out_token, out_head, lse_token, lse_head")
 
     @T.prim_func
     def main(

@@ -1,11 +1,12 @@
 """Exact top-k over block scores for few rows: one CTA a row, keys in registers.
 
-Grid: (KV head, token). How the best are found is described in msa_tiles.dsl.tilelang.threshold; every score is read
-once.
+Grid: (token, KV head), tokens on the axis that may be longer than 65,535. How the best are found is described in
+msa_tiles.dsl.tilelang.threshold; every score is read once.
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
@@ -30,7 +31,7 @@ def decode_topk(max_blocks: int):
     num_index_heads, num_kv_heads, total_q, width, k = T.dynamic("num_index_heads, num_kv_heads, total_q, width, k")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
     num_positions, num_counts = T.dynamic("num_positions, num_counts")
-    score_head, score_token, out_head, out_token = T.dynamic("score_head, score_token, out_head, out_token")
+    score_head, score_token, out_head, out_token = strides("score_head, score_token, out_head, out_token")
 
     @T.prim_func
     def main(
@@ -50,7 +51,7 @@ def decode_topk(max_blocks: int):
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads, total_q, threads=THREADS) as (head, token):
+        with T.Kernel(total_q, num_kv_heads, threads=THREADS) as (token, head):
             sums = T.alloc_shared([2, 2 * WARPS], "int32", scope="shared.dyn")
             candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared.dyn")
             candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared.dyn")

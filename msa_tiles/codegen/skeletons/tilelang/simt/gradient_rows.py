@@ -6,6 +6,7 @@ tensors each, and add their products by shuffles.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 
 ELEMENT = "bfloat16"  # <- precision.output
@@ -28,8 +29,8 @@ def gradient_rows(head_dim: int):
     """
     lanes = head_dim // VECTOR
     total_q, num_q_heads = T.dynamic("total_q, num_q_heads")
-    out_token, out_head, dout_token, dout_head = T.dynamic("out_token, out_head, dout_token, dout_head")
-    lse_token, lse_head, dlse_token, dlse_head = T.dynamic("lse_token, lse_head, dlse_token, dlse_head")
+    out_token, out_head, dout_token, dout_head = strides("out_token, out_head, dout_token, dout_head")
+    lse_token, lse_head, dlse_token, dlse_head = strides("lse_token, lse_head, dlse_token, dlse_head")
 
     @T.prim_func
     def main(

@@ -15,6 +15,7 @@ Shared memory: three int32 for each entry of each warp, namely its row, what ran
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.tilelang.warp import ballot, bits_below, count_bits, first_bit
 
@@ -45,7 +46,8 @@ def split_selection(block_size: int, tile_tokens: int):
         "num_kv_heads, total_q, topk, num_requests_1, num_requests"
     )
     num_tiles, capacity = T.dynamic("num_tiles, capacity")
-    ids_head, ids_token, ids_slot, num_positions = T.dynamic("ids_head, ids_token, ids_slot, num_positions")
+    num_positions = T.dynamic("num_positions")
+    ids_head, ids_token, ids_slot = strides("ids_head, ids_token, ids_slot")
 
     @T.prim_func
     def main(

@@ -1,14 +1,16 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
-Grid: (KV head, run of consecutive tokens), the last tokens first, since theirs may be the longest rows. A warp takes
-ROWS tokens one after another, fewer where rows are few. How it chooses is told in msa_tiles.dsl.tilelang.candidates.
-Blocks past a row's valid count are never looked at. With several index heads per KV head, the maximum over the heads
-counts; it ignores NaN unless every head has NaN.
+Grid: a CTA for every KV head of every run of consecutive tokens, the last tokens first, since theirs may be the
+longest rows; all on one axis, since the others end at 65,535. A warp takes ROWS tokens one after another, fewer where
+rows are few. How it chooses is told in msa_tiles.dsl.tilelang.candidates. Blocks past a row's valid count are never
+looked at. With several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has
+NaN.
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.candidates import SHARE, Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.warp import WARP
 
 WARPS = 8  # <- tile.warps
@@ -45,7 +47,7 @@ def topk_select(topk: int):
     num_starts, num_requests, num_positions, num_counts = T.dynamic(
         "num_starts, num_requests, num_positions, num_counts"
     )
-    score_head, score_token, out_head, out_token = T.dynamic("score_head, score_token, out_head, out_token")
+    score_head, score_token, out_head, out_token = strides("score_head, score_token, out_head, out_token")
 
     @T.prim_func
     def main(
@@ -66,7 +68,7 @@ def topk_select(topk: int):
         order: T.int32,
         lanes_log2: T.int32,
     ):
-        with T.Kernel(num_kv_heads, T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=THREADS) as (head, tile):
+        with T.Kernel(num_kv_heads * T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=THREADS) as cta:
             T.annotate_min_blocks_per_sm(RESIDENT[topk] // WARPS)
             pool = T.alloc_shared([WARPS, WARP * slots], "int32", scope="shared.dyn")
             ids = T.alloc_shared([WARPS, SHARE * slots], "int32", scope="shared.dyn")
@@ -81,6 +83,8 @@ def topk_select(topk: int):
             block = T.alloc_var("int32")
             warp = T.alloc_var("int32")
             tx = T.get_thread_binding()
+            head = T.truncmod(cta, num_kv_heads)
+            tile = T.truncdiv(cta, num_kv_heads)
             # From lane 0, which tells the compiler that all lanes have the same.
             warp = T.shfl_sync(tx // WARP, 0)
             lane = tx % WARP

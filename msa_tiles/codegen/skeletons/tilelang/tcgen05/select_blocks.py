@@ -1,7 +1,8 @@
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is 128 consecutive queries of one request;
-slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
+Grid: a CTA for every KV head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
+others end at 65,535. A tile is 128 consecutive queries of one request; slots follow msa_tiles.dsl.tilelang.varlen, and
+the slots past the last request pad the rows that belong to nobody.
 
 Warps
   0 .. 3   epilogue: thread i reads row i of every product, keeps its maximum and the row's top-k list
@@ -23,6 +24,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import topk as top
 from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
@@ -47,8 +49,9 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     """
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
-    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
-    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
+    table_stride = strides("table_stride")
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     @T.macro
@@ -150,7 +153,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads, total_q // ROWS + num_starts, threads=256) as (head, slot_reversed):
+        with T.Kernel(num_kv_heads * (total_q // ROWS + num_starts), threads=256) as cta:
             Q_shared = T.alloc_shared([heads_per_group, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             max_shared = T.alloc_shared([ROWS], "float32", scope="shared.dyn")
@@ -167,7 +170,8 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             end_token = T.alloc_var("int32")
             num_blocks = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            slot = total_q // ROWS + num_starts - 1 - slot_reversed
+            head = T.truncmod(cta, num_kv_heads)
+            slot = total_q // ROWS + num_starts - 1 - T.truncdiv(cta, num_kv_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, ROWS, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // ROWS - request[0]) * ROWS
             length = 0
@@ -194,7 +198,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                         key_row = cu_seqlens_k[request[0]]
                         for r in T.unroll(heads_per_group):
                             T.tma_copy(
-                                idx_q[first_token : first_token + ROWS, head * heads_per_group + r, :],
+                                described(idx_q)[first_token : first_token + ROWS, head * heads_per_group + r, :],
                                 Q_shared[r, :, :],
                                 barrier=q_full,
                             )

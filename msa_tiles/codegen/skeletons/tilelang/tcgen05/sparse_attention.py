@@ -40,6 +40,7 @@ request's keys. A task has at most CHUNK edges.
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 from msa_tiles.dsl.tilelang.stages import load_stage
 
@@ -74,9 +75,10 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     halves = head_dim // 64
 
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
-    num_tables, max_pages, table_stride = T.dynamic("num_tables, max_pages, table_stride")
+    num_tables, max_pages = T.dynamic("num_tables, max_pages")
+    table_stride = strides("table_stride")
     num_windows, window, topk, num_edges, num_tasks = T.dynamic("num_windows, window, topk, num_edges, num_tasks")
-    q_token, q_head = T.dynamic("q_token, q_head")
+    q_token, q_head = strides("q_token, q_head")
     k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
     v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
 
@@ -156,7 +158,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     edge = edges_shared[turn % TASKS, tile * queries + r]
                     for half in T.unroll(halves):
                         T.tma_copy(
-                            q[
+                            described(q)[
                                 window_index * window + (edge >> 13),
                                 head * group : head * group + group,
                                 half * 64 : half * 64 + 64,

@@ -18,6 +18,7 @@ work on 64 rows however few of them hold a query.
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
 
@@ -43,8 +44,9 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
     """
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
-    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
-    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
+    table_stride = strides("table_stride")
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     @T.macro

@@ -37,6 +37,7 @@ Edges and tasks are laid out as the sparse_attention kernel documents them.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -77,9 +78,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    iq_token, iq_head, ik_token = T.dynamic("iq_token, iq_head, ik_token")
-    lse_token, lse_head = T.dynamic("lse_token, lse_head")
+    q_token, q_head, k_token, k_head = strides("q_token, q_head, k_token, k_head")
+    iq_token, iq_head, ik_token = strides("iq_token, iq_head, ik_token")
+    lse_token, lse_head = strides("lse_token, lse_head")
     schedule_heads, num_partials = T.dynamic("schedule_heads, num_partials")
 
     @T.macro
@@ -402,7 +403,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     if running > 0:
                         for part in T.unroll(consumers):
                             T.tma_copy(
-                                k[key_row + part * 64 : key_row + part * 64 + 64, head, :],
+                                described(k)[key_row + part * 64 : key_row + part * 64 + 64, head, :],
                                 K_shared[part, :, :],
                                 barrier=k_full,
                             )
@@ -462,7 +463,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 ]
                                 for half in T.unroll(halves):
                                     T.tma_copy(
-                                        q[
+                                        described(q)[
                                             window_index * window + (edge >> 13),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,
@@ -484,7 +485,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             for h in T.unroll(index_halves):
                                 for part in T.unroll(consumers):
                                     T.tma_copy(
-                                        idx_k[key_row + part * 64 : key_row + part * 64 + 64, h * 64 : h * 64 + 64],
+                                        described(idx_k)[
+                                            key_row + part * 64 : key_row + part * 64 + 64, h * 64 : h * 64 + 64
+                                        ],
                                         keys_shared[h * consumers + part, :, :],
                                         barrier=keys_full,
                                     )

@@ -11,6 +11,7 @@ Edges and tasks are laid out as the sparse_attention kernel documents them.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -37,7 +38,7 @@ def index_lse(index_dim: int, block_size: int):
 
     total_q, total_k, num_kv_heads, schedule_heads = T.dynamic("total_q, total_k, num_kv_heads, schedule_heads")
     num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
-    iq_token, iq_head, ik_token = T.dynamic("iq_token, iq_head, ik_token")
+    iq_token, iq_head, ik_token = strides("iq_token, iq_head, ik_token")
 
     @T.prim_func
     def main(
@@ -71,7 +72,7 @@ def index_lse(index_dim: int, block_size: int):
                 num = tasks[window_index, listed, task, 2]
                 for h in T.unroll(halves):
                     T.tma_copy(
-                        idx_k[key_row : key_row + block_size, h * 64 : h * 64 + 64],
+                        described(idx_k)[key_row : key_row + block_size, h * 64 : h * 64 + 64],
                         keys_shared[h, :, :],
                         barrier=keys_full,
                     )

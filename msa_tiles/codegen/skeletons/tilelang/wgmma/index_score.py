@@ -1,8 +1,8 @@
 """Indexer scores with block max-pool: one float32 per query, index head and KV block.
 
-Grid: (index head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
-one request; slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong
-to nobody.
+Grid: a CTA for every index head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
+others end at 65,535. A tile is CONSUMERS * 64 consecutive queries of one request; slots follow
+msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
 Warps
   warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, stores
@@ -19,6 +19,7 @@ The consumer has two score tiles: one is multiplied while the other is reduced. 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
@@ -47,8 +48,9 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
     """
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
-    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
-    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
+    table_stride = strides("table_stride")
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     @T.macro
@@ -155,10 +157,7 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
         use_positions: T.int32,
         causal: T.int32,
     ):
-        with T.Kernel(num_index_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (
-            head,
-            slot_reversed,
-        ):
+        with T.Kernel(num_index_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
             Q_shared = T.alloc_shared([CONSUMERS, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             gathered = T.alloc_shared([CONSUMERS, ROWS, GATHER + 1], "float32", scope="shared.dyn")
@@ -172,7 +171,8 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
             least = T.alloc_local([1], "int32")
             most = T.alloc_local([1], "int32")
             tx = T.get_thread_binding()
-            slot = total_q // TILE + num_starts - 1 - slot_reversed
+            head = T.truncmod(cta, num_index_heads)
+            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta, num_index_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
             length = 0
@@ -195,7 +195,7 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
                         key_row = cu_seqlens_k[request[0]]
                         for w in T.unroll(CONSUMERS):
                             T.tma_copy(
-                                idx_q[first_token + w * ROWS : first_token + w * ROWS + ROWS, head, :],
+                                described(idx_q)[first_token + w * ROWS : first_token + w * ROWS + ROWS, head, :],
                                 Q_shared[w, :, :],
                                 barrier=q_full,
                             )

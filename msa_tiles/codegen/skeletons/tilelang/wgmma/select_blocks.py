@@ -1,16 +1,16 @@
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 
 # % if precision.scale
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 128 consecutive queries of
-one request; slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong
-to nobody.
+Grid: a CTA for every KV head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
+others end at 65,535. A tile is CONSUMERS * 128 consecutive queries of one request; slots follow
+msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
 Warps
   warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
 # % else
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
-one request; slots follow msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong
-to nobody.
+Grid: a CTA for every KV head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
+others end at 65,535. A tile is CONSUMERS * 64 consecutive queries of one request; slots follow
+msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
 Warps
   warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
@@ -46,6 +46,7 @@ import tilelang.language as T
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang import topk as top
 from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block  # % if not precision.scale
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max  # % if not precision.scale
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
@@ -91,10 +92,11 @@ def select_blocks(
     # % endif
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
-    q_token, q_head, out_head, out_token = T.dynamic("q_token, q_head, out_head, out_token")
-    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
+    q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
+    num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
+    table_stride = strides("table_stride")
     # % if precision.scale
-    scale_token, scale_head = T.dynamic("scale_token, scale_head")
+    scale_token, scale_head = strides("scale_token, scale_head")
     key_shape, key_strides, scale_shape, scale_strides = scaled.index_keys(
         head_dim, block_size, pages_per_block, key_scales
     )
@@ -449,10 +451,7 @@ def select_blocks(
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads, total_q // TILE + num_starts, threads=(CONSUMERS + 1) * 128) as (
-            head,
-            slot_reversed,
-        ):
+        with T.Kernel(num_kv_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
             Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)  # % if not precision.scale
             Q_shared = T.alloc_shared([2 * CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)  # % if precision.scale
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
@@ -472,7 +471,8 @@ def select_blocks(
             end_token = T.alloc_var("int32")
             num_blocks = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            slot = total_q // TILE + num_starts - 1 - slot_reversed
+            head = T.truncmod(cta, num_kv_heads)
+            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta, num_kv_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
             length = 0
@@ -498,7 +498,7 @@ def select_blocks(
                             rows = first_token + tile * ROWS
                             for r in T.serial(heads_per_group):
                                 T.tma_copy(
-                                    idx_q[rows : rows + ROWS, head * heads_per_group + r, :],
+                                    described(idx_q)[rows : rows + ROWS, head * heads_per_group + r, :],
                                     Q_shared[tile, r, :, :],
                                     barrier=q_full,
                                 )
@@ -506,7 +506,7 @@ def select_blocks(
                         for w in T.unroll(CONSUMERS):
                             for r in T.unroll(heads_per_group):
                                 T.tma_copy(
-                                    idx_q[
+                                    described(idx_q)[
                                         first_token + w * ROWS : first_token + w * ROWS + ROWS,
                                         head * heads_per_group + r,
                                         :,

@@ -37,6 +37,7 @@ The fields of the `shared` words are those that the split_selection kernel docum
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.stages import load_stage
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -87,10 +88,11 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
     parts = block_size // ROWS
 
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
-    num_tables, max_pages, table_stride = T.dynamic("num_tables, max_pages, table_stride")
+    num_tables, max_pages = T.dynamic("num_tables, max_pages")
+    table_stride = strides("table_stride")
     num_tiles, capacity, window, topk = T.dynamic("num_tiles, capacity, window, topk")
-    q_token, q_head = T.dynamic("q_token, q_head")
-    out_token, out_head, lse_token, lse_head = T.dynamic("out_token, out_head, lse_token, lse_head")
+    q_token, q_head = strides("q_token, q_head")
+    out_token, out_head, lse_token, lse_head = strides("out_token, out_head, lse_token, lse_head")
     k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
     v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
 
@@ -172,7 +174,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         for r in T.unroll(queries):
                             for half in T.unroll(halves):
                                 T.tma_copy(
-                                    q[
+                                    described(q)[
                                         T.min(token + r, total_q - 1),
                                         head * group : head * group + group,
                                         half * 64 : half * 64 + 64,
@@ -398,7 +400,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         r * rows_per_query : r * rows_per_query + group,
                                         half * 64 : half * 64 + 64,
                                     ],
-                                    out[
+                                    described(out)[
                                         token + r,
                                         head * group : head * group + group,
                                         half * 64 : half * 64 + 64,

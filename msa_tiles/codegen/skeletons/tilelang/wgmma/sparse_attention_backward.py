@@ -37,6 +37,8 @@ rows are the same.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.layout import described, strides
+
 ELEMENT = "bfloat16"  # <- precision.element
 STAGES = 3  # <- tile.stages
 AHEAD = 2  # <- tile.ahead
@@ -77,8 +79,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, window, topk, num_edges = T.dynamic("num_windows, window, topk, num_edges")
     num_tasks, num_sums = T.dynamic("num_tasks, num_sums")
-    q_token, q_head, dout_token, dout_head = T.dynamic("q_token, q_head, dout_token, dout_head")
-    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+    q_token, q_head, dout_token, dout_head = strides("q_token, q_head, dout_token, dout_head")
+    k_token, k_head, v_token, v_head = strides("k_token, k_head, v_token, v_head")
 
     @T.macro
     def store(w, tile, dQ_shared, edge_shared, partial_dq, head):
@@ -337,8 +339,12 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                 task_shared[0] = claim
                                 task_shared[1] = head
                             if running > 0:
-                                T.tma_copy(k[key_row : key_row + block_size, head, :], K_shared, barrier=kv_full)
-                                T.tma_copy(v[key_row : key_row + block_size, head, :], V_shared, barrier=kv_full)
+                                T.tma_copy(
+                                    described(k)[key_row : key_row + block_size, head, :], K_shared, barrier=kv_full
+                                )
+                                T.tma_copy(
+                                    described(v)[key_row : key_row + block_size, head, :], V_shared, barrier=kv_full
+                                )
                             T.barrier_arrive(kv_full)
                         if tile < tiles:
                             T.barrier_wait(free[slot], phase)
@@ -346,7 +352,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                 edge = edges[window_index, head, first_edge + T.min(tile * queries + r, num - 1)]
                                 for half in T.unroll(halves):
                                     T.tma_copy(
-                                        q[
+                                        described(q)[
                                             window_index * window + (edge >> 13),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,
@@ -359,7 +365,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                         barrier=full[slot],
                                     )
                                     T.tma_copy(
-                                        dout[
+                                        described(dout)[
                                             window_index * window + (edge >> 13),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,

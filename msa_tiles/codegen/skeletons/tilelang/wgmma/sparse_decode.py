@@ -1,7 +1,8 @@
 """Attention of few queries over their selected blocks, split over the blocks: the decode twin of sparse_attention.
 
-Grid: (split, KV head, query). A CTA takes an equal share of the query's slots and walks those whose block the query
-sees with a running softmax; the shares are merged by `combine`. One split writes the answer itself.
+Grid: (query, KV head, split), queries on the axis that may be longer than 65,535. A CTA takes an equal share of the
+query's slots and walks those whose block the query sees with a running softmax; the shares are merged by `combine`. One
+split writes the answer itself.
 
 With scored_blocks > 0 the ids are not given but chosen first, by the whole CTA, from the scores of the row, as
 msa_tiles.dsl.tilelang.threshold describes; every split of a row chooses the same, and the first one writes the ids.
@@ -20,6 +21,7 @@ The floor is one read of the selected keys and values; the tensor cores work on 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.stages import load_stage
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
@@ -51,13 +53,17 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
     """
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
-    num_tables, max_pages, table_stride, num_positions = T.dynamic("num_tables, max_pages, table_stride, num_positions")
-    topk, ids_head, ids_token, ids_slot = T.dynamic("topk, ids_head, ids_token, ids_slot")
+    num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
+    table_stride = strides("table_stride")
+    topk = T.dynamic("topk")
+    ids_head, ids_token, ids_slot = strides("ids_head, ids_token, ids_slot")
     per_thread = scored_blocks // THREADS
-    num_index_heads, width, score_head, score_token = T.dynamic("num_index_heads, width, score_head, score_token")
-    splits, q_token, q_head = T.dynamic("splits, q_token, q_head")
-    part_split, part_token, part_head = T.dynamic("part_split, part_token, part_head")
-    plse_split, plse_token, plse_head = T.dynamic("plse_split, plse_token, plse_head")
+    num_index_heads, width = T.dynamic("num_index_heads, width")
+    score_head, score_token = strides("score_head, score_token")
+    splits = T.dynamic("splits")
+    q_token, q_head = strides("q_token, q_head")
+    part_split, part_token, part_head = strides("part_split, part_token, part_head")
+    plse_split, plse_token, plse_head = strides("plse_split, plse_token, plse_head")
     k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
     v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
 
@@ -83,7 +89,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
         init_blocks: T.int32,
         local_blocks: T.int32,
     ):
-        with T.Kernel(splits, num_kv_heads, total_q, threads=THREADS) as (split, head, token):
+        with T.Kernel(total_q, num_kv_heads, splits, threads=THREADS) as (token, head, split):
             Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             V_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
@@ -149,7 +155,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
             if tx >= 128:
                 for half in T.unroll(head_dim // 64):
                     T.tma_copy(
-                        q[token, head * group : head * group + group, half * 64 : half * 64 + 64],
+                        described(q)[token, head * group : head * group + group, half * 64 : half * 64 + 64],
                         Q_shared[0:group, half * 64 : half * 64 + 64],
                         barrier=q_full,
                     )
