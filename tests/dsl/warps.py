@@ -165,7 +165,7 @@ class Array:
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
         self.shape = self.layout = values.shape
-        self.element_type = None
+        self.element_type = float
         self.iterator = Pointer(self)
 
     @staticmethod
@@ -284,7 +284,7 @@ class Arch:
     def cp_async_bulk_commit_group(self) -> None:
         """Stores belong to the thread that issues them; here lane 0 issues those of its warp."""
 
-    def cp_async_bulk_wait_group(self, _left: int, read: bool) -> None:
+    def cp_async_bulk_wait_group(self, _left: int, read: bool = False) -> None:
         machine = self.machine
         stores = machine.queues.setdefault(("stores", machine.warp), [])
         machine.wait(lambda: not stores)

@@ -8,9 +8,6 @@ from msa_tiles.dsl.cutedsl.gradients import round_pair
 from msa_tiles.dsl.cutedsl.scores import choose, fold
 from msa_tiles.dsl.cutedsl.softmax import quad_max
 
-# Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
-LOWEST = -1.0e30
-
 
 @cute.jit
 def running_softmax(

@@ -11,6 +11,8 @@ from cutlass import Float32
 from msa_tiles.dsl.cutedsl.scores import choose, fold
 
 LN_2 = 0.6931471805599453
+# Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
+LOWEST = -1.0e30
 
 
 @cute.jit
@@ -21,8 +23,9 @@ def block_softmax(
     """probabilities = exp2((scores - row_max) * scale_log2), rounded; row_sum is taken before rounding.
 
     rooms[half] is the last column that a row sees, less the lane's first column, or None where rows see every column.
-    Each row needs a finite score. scale_log2 must be positive, so that the largest score has the largest probability.
-    The scores are only read: wgmma is still to write there.
+    Scores that are all -inf give probabilities of 0; a visible score that is NaN or inf makes its row and its sum NaN.
+    scale_log2 must be positive, so that the largest score has the largest probability. The scores are only read: wgmma
+    is still to write there.
     """
     exact = cute.make_rmem_tensor(scores.layout, Float32)
     for half in cutlass.range_constexpr(2):
@@ -33,7 +36,7 @@ def block_softmax(
         fold(scores, row_max, half, room)
         largest = quad_max(row_max[half])
         row_max[half] = largest
-        shift = largest * scale_log2
+        shift = cute.arch.fmax(largest, LOWEST) * scale_log2
         # Two chains, so that one addition need not wait for the last.
         sums = [Float32(0.0), Float32(0.0)]
         for j in cutlass.range_constexpr(cute.size(scores) // 4):

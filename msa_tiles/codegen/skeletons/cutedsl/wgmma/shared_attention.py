@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -26,8 +26,9 @@ from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import EVICT_FIRST, Rows
 from msa_tiles.dsl.cutedsl.gradients import HIGH
+from msa_tiles.dsl.cutedsl.hidden import clean_column, unbounded_pair
 from msa_tiles.dsl.cutedsl.keys import Blocks
-from msa_tiles.dsl.cutedsl.running import LOWEST, running_softmax
+from msa_tiles.dsl.cutedsl.running import running_softmax
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
@@ -44,7 +45,9 @@ GROUP = 128  # threads of a warpgroup
 WARP = 32
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of a tile
-CUT, VALID_SHIFT = 1 << 8, 9
+CUT, VALID_SHIFT, VALID_MASK = 1 << 8, 9, 255
+SUSPECT = -(1 << 31)  # in a word: look for what a query may not see
+NO_TURN = 1 << 30
 LOG2_E = 1.4426950408889634
 
 
@@ -74,11 +77,14 @@ class Shared(NamedTuple):
     parts: Any  # the ring as tiles of partial results
     tiles: Any
     words: Any
+    tainted: Any
+    again: Any
     tile_full: Any
     q_full: Any
     q_free: Any
     full: Any
     free: Any
+    done: Any
 
 
 class Work(NamedTuple):
@@ -131,10 +137,12 @@ class SharedAttention:
                  more than STAGES, so that the producer never overwrites what is still to be read
       q_full: 1, 1 producer lane + TMA bytes               q_free: 1, 1 lane of each consumer warp
       full: STAGES, 1 producer lane + TMA bytes            free: STAGES, 1 lane of each consumer warp
+      done: 1, 1 lane of each consumer warp, once it has been through all tiles
 
     Shared memory, tiles swizzled by 128 bytes
       queries [64, head_dim]      ring [STAGES, block_size, head_dim]
       tiles [TILES, (shared blocks, most slots of a query, slots of each query, last row of each query)]
+      tainted [head_dim, the queries that see a value there that was taken out]      again [WARPS, a turn]
       words [STAGES, the two words of the block whose K a stage holds]      barriers
 
     A stage of the ring holds K of a block, then the next one its V, in panels of 64 columns. Behind the blocks come
@@ -151,6 +159,12 @@ class SharedAttention:
 
     A warp is excused from what its queries have no part in: the softmax of a block that none of them selects, a slot
     that none of them has. Masks are for warps whose queries differ or see a block in part.
+
+    Infinite and NaN values of a block reach queries that do not see their rows, as 0 times infinity or NaN, and leave
+    all rows of a tile so in their column. Nobody looks for them beforehand: a warp that finds such a number in its
+    first rows at the end of a tile notes the turn, and the CTA goes through its tiles once more from the first turn
+    that was noted. There the producer marks blocks that some query sees in part or not at all; such values are
+    taken out of them, and queries that do see one get NaN in its column.
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block):
@@ -261,16 +275,22 @@ class SharedAttention:
         parts = cute.make_tensor(keys.iterator, self.rows.tiles_layout(STAGES * self.parts).outer)
         facts = 2 + 2 * self.queries
         tiles = memory.allocate_tensor(Int32, cute.make_layout((TILES, facts), stride=(facts, 1)), 16)
+        tainted = memory.allocate_tensor(Int32, cute.make_layout((self.head_dim,)), 16)
+        again = memory.allocate_tensor(Int32, cute.make_layout((WARPS,)), 16)
         words = memory.allocate_tensor(Int32, cute.make_layout((STAGES, 2), stride=(2, 1)), 8)
-        arrivals = [*[1] * TILES, 1, WARPS, *[1] * STAGES, *[WARPS] * STAGES]
+        arrivals = [*[1] * TILES, 1, WARPS, *[1] * STAGES, *[WARPS] * STAGES, WARPS]
         barriers = memory.allocate_array(Int64, len(arrivals))
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(len(arrivals)):
                 cute.arch.mbarrier_init(barriers + i, arrivals[i])
+            for member in cutlass.range_constexpr(WARPS):
+                again[member] = Int32(NO_TURN)
             cute.arch.mbarrier_init_fence()
+        if cute.arch.thread_idx()[0] < self.head_dim:
+            tainted[cute.arch.thread_idx()[0]] = Int32(0)
         cute.arch.sync_threads()
-        later = (barriers + TILES + i for i in (0, 1, 2, 2 + STAGES))
-        return Shared(queries, keys, values, parts, tiles, words, barriers, *later)
+        later = (barriers + TILES + i for i in (0, 1, 2, 2 + STAGES, 2 + 2 * STAGES))
+        return Shared(queries, keys, values, parts, tiles, words, tainted, again, barriers, *later)
 
     @cute.jit
     def find(self, work: Work, turn: Int32):
@@ -298,6 +318,15 @@ class SharedAttention:
         tiles = (last - first + self.queries - 1) // self.queries * Int32(work.rest_counts.shape[0])
         index, _, _ = cute.arch.block_idx()
         return index + turn * work.num_ctas < tiles
+
+    @cute.jit
+    def repeated(self, shared: Shared, turns: Int32) -> Int32:
+        """How many of the turns are to be taken once more, the last ones."""
+        cute.arch.mbarrier_wait(shared.done, 0)
+        first = shared.again[0]
+        for member in cutlass.range_constexpr(1, WARPS):
+            first = cutlass.min(first, shared.again[member])
+        return cutlass.max(turns - first, 0)
 
     @cute.jit
     def following(self, stage: Int32, phase: Int32):
@@ -365,8 +394,11 @@ class SharedAttention:
         phase = Int32(1)
         q_phase = Int32(1)
         turn = Int32(0)
-        while self.takes(work, turn):
-            head, token, place, first, last = self.find(work, turn)
+        # Not 0 once the tiles of that many turns are taken again.
+        back = Int32(0)
+        running = self.takes(work, turn)
+        while running:
+            head, token, place, first, last = self.find(work, turn - back)
             num = work.shared_counts[head, place]
             # A lane stands for a query; those past the tile's or the window's last one have no slots.
             slots = Int32(0)
@@ -394,6 +426,8 @@ class SharedAttention:
             for u in cutlass.range(num, unroll=1):
                 row = work.shared[head, place, u, 0]
                 word = work.shared[head, place, u, 1]
+                if (back > 0) & ((word & CUT) != 0):
+                    word = word | SUSPECT
                 page = self.page_of_lane(page_table, row, lane)
                 cute.arch.mbarrier_wait(shared.free + stage, phase)
                 if lane == 0:
@@ -425,6 +459,10 @@ class SharedAttention:
                             self.load_rows(part_atom, mP, source, head, target, shared.full + stage)
                 stage, phase = self.following(stage, phase)
             turn = turn + 1
+            running = self.takes(work, turn - back)
+            if (not running) & (back == 0):
+                back = self.repeated(shared, turn)
+                running = back > 0
 
     @cute.jit
     def consume(
@@ -441,8 +479,10 @@ class SharedAttention:
         q_phase = Int32(0)
         staged = Int32(-1)
         turn = Int32(0)
-        while self.takes(work, turn):
-            head, token, _, first, last = self.find(work, turn)
+        back = Int32(0)
+        running = self.takes(work, turn)
+        while running:
+            head, token, _, first, last = self.find(work, turn - back)
             entry = turn % TILES
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
             num = shared.tiles[entry, 0]
@@ -479,8 +519,15 @@ class SharedAttention:
             # Read again, for the sake of registers.
             most = shared.tiles[entry, 1]
             stage, phase, staged = self.merge(shared, tile, own, slots, most, stage, phase)
-            self.emit(tile, head, token, last, numbers, heads, staged)
+            self.emit(shared, tile, head, token, last, numbers, heads, staged, turn, back)
             turn = turn + 1
+            running = self.takes(work, turn - back)
+            if (not running) & (back == 0):
+                # The same rows may be on their way once more.
+                cute.arch.cp_async_bulk_wait_group(0)
+                self.release(shared.done)
+                back = self.repeated(shared, turn)
+                running = back > 0
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -550,7 +597,7 @@ class SharedAttention:
             self.fold_logs(tile, self.logs_from(tile, own, slots, first))
         for half in cutlass.range_constexpr(2):
             largest = softmax.quad_max(tile.row_max[half])
-            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / tile.scale_log2, LOWEST)
+            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / tile.scale_log2, softmax.LOWEST)
             tile.row_sum[half] = Float32(0.0)
         tile.O.fill(0.0)
 
@@ -602,7 +649,11 @@ class SharedAttention:
         valid = word >> VALID_SHIFT
         if valid < self.block_size:
             # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
-            self.blocks.clear_rows(shared.values[None, None, stage], valid, tile.member * WARP + tile.lane, GROUP)
+            values = shared.values[None, None, stage]
+            thread = tile.member * WARP + tile.lane
+            if word < 0:
+                self.take_out(shared, entry, values, row, word, thread)
+            self.blocks.clear_rows(values, valid & VALID_MASK, thread, GROUP)
             cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
         wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values[None, None, None, stage])
         held = stage
@@ -617,6 +668,18 @@ class SharedAttention:
             warpgroup.wait_group(1)
         self.release(shared.free + held)
         return stage, phase, used
+
+    @cute.jit
+    def take_out(self, shared: Shared, entry: Int32, values: cute.Tensor, row: Int32, word: Int32, thread: Int32):
+        """Zero a block's infinite and NaN values, and note the queries that see one in the thread's column."""
+        if thread < self.head_dim:
+            first = clean_column(values, thread, (word >> VALID_SHIFT) & VALID_MASK, self.block_size)
+            seeing = shared.tainted[thread]
+            for number in cutlass.range_constexpr(self.queries):
+                end = shared.tiles[entry, 2 + self.queries + number]
+                if (first < self.block_size) & ((word >> number) & 1 != 0) & (row + first <= end):
+                    seeing = seeing | (1 << number)
+            shared.tainted[thread] = seeing
 
     @cute.jit
     def merge(self, shared: Shared, tile: Tile, own, slots, most: Int32, stage: Int32, phase: Int32):
@@ -674,7 +737,10 @@ class SharedAttention:
                 logs[part, half] = self.lse_of(own[half], slots[half], stage * self.parts + part)
 
     @cute.jit
-    def emit(self, tile: Tile, head: Int32, token: Int32, last: Int32, numbers, heads, staged: Int32):
+    def emit(
+        self, shared: Shared, tile: Tile, head: Int32, token: Int32, last: Int32, numbers, heads, staged: Int32,
+        turn: Int32, back: Int32,
+    ):  # fmt: skip
         """Normalise the rows, stage them in the stage of the last partial results, and send them on their way."""
         inverse = []
         sums = []
@@ -691,8 +757,11 @@ class SharedAttention:
             scaled[i] = tile.O[i] * inverse[i // 2 % 2]
         rounded = cute.make_rmem_tensor(tile.O.layout, self.element)
         rounded.store(scaled.load().to(self.element))
+        self.note(shared, tile, rounded, (token + numbers[0] < last) & (heads[0] < self.group), turn)
         cute.arch.sync_warp()
         cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, staged * self.parts])
+        if back > 0:
+            self.taint(shared, tile, staged)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         of_warp = WARP_ROWS // self.rows.rows_per_token
@@ -709,3 +778,29 @@ class SharedAttention:
             number, member, total = numbers[1], heads[1], sums[1]
         if (half < 2) & (token + number < last) & (member < self.group):
             tile.lse[token + number, head * self.group + member] = total
+
+    @cute.jit
+    def note(self, shared: Shared, tile: Tile, rounded: cute.Tensor, stored: Boolean, turn: Int32):
+        """Note the turn if one of the warp's first rows, of those that are stored, is not finite."""
+        pairs = cute.recast_tensor(rounded, Int32)
+        found = Int32(0)
+        for j in cutlass.range_constexpr(cute.size(rounded) // 4):
+            found = found | unbounded_pair(pairs[2 * j])
+        if (ballot(stored & (found != 0)) != 0) & (tile.lane == 0):
+            shared.again[tile.member] = cutlass.min(shared.again[tile.member], turn)
+
+    @cute.jit
+    def taint(self, shared: Shared, tile: Tile, staged: Int32):
+        """NaN in the staged rows of this warp, in the columns where they see a value that was taken out."""
+        # Until here other warps may note what their columns held, and from the second one on what comes next.
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        for i in cutlass.range(WARP_ROWS * self.head_dim // WARP, unroll=1):
+            place = i * WARP + tile.lane
+            row = tile.member * WARP_ROWS + place // self.head_dim
+            column = place % self.head_dim
+            if (shared.tainted[column] >> (row // self.rows.rows_per_token)) & 1 != 0:
+                shared.parts[row, column, staged * self.parts] = self.element(Float32.nan)
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        thread = tile.member * WARP + tile.lane
+        if thread < self.head_dim:
+            shared.tainted[thread] = Int32(0)

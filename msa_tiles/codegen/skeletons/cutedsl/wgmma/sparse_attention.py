@@ -23,7 +23,9 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
+from msa_tiles.dsl.cutedsl.hidden import any_unbounded, clean_column
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.warp import ballot
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 ELEMENT = "bfloat16"  # <- precision.element
@@ -34,6 +36,7 @@ CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
 GROUP = 128  # threads of a warpgroup
 WARP = 32
 WARP_ROWS = 16  # of a tile
+TINY = 1.0e-30  # nothing beside a sum of exponentials, of which the largest is 1
 
 
 def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
@@ -58,12 +61,15 @@ class Shared(NamedTuple):
     ring: Any
     tasks: Any
     edges: Any
+    tainted: Any
+    tainted_from: Any
     task_full: Any
     task_gathered: Any
     k_full: Any
     v_full: Any
     k_free: Any
     v_free: Any
+    v_raw: Any
     q_full: Any
     q_free: Any
 
@@ -96,10 +102,13 @@ class SparseAttention:
       warpgroups 0 .. CONSUMERS-1   one 64-row tile at a time: S = Q K^T, softmax over the block, O = P V, partial store
       warpgroup CONSUMERS           warp 0: claims tasks, loads K and V
                                     warp 1 + c: gathers the query rows of consumer c's tiles, by TMA
+                                    warp 1 + CONSUMERS: inspects V of tasks that are cut
 
     Pipelines (name: depth, arrivals)
-      task_full: 2, 1 lane of the claiming warp                task_gathered: 1, 1 lane of each gathering warp
+      task_full: 2, 1 lane of the claiming warp                task_gathered: 1, 1 lane of each gathering and inspecting
+                                                               warp, once it has read the task or gathered it
       k_full, v_full: 1, 1 producer lane + TMA bytes           k_free, v_free: 1, 1 lane of each consumer warp
+      v_raw: 1, in place of v_full for a task that is cut; v_full then gets 1 lane of the inspecting warp
       q_full: STAGES per consumer, 1 producer lane + TMA bytes
       q_free: STAGES per consumer, 1 lane of each warp of it, once the partial staged in its rows has left
 
@@ -112,6 +121,12 @@ class SparseAttention:
       ring [CONSUMERS, STAGES, 64, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says
       tasks [2, (first edge, edges or -1 at the end, head, valid rows << 1 | cut)]
       edges [CONSUMERS, STAGES, queries of a tile]             barriers
+      tainted [2, head_dim], tainted_from [2]: of a cut task's values, the first row of a column that was infinite or
+      NaN, and the first of all columns; block_size for none
+
+    Where a query sees a part of a block, values that it may not see would reach it as 0 times infinity or NaN. So the
+    inspecting warp zeroes them, as it does rows past the request's end, and consumers write NaN into the columns of
+    queries that see one. V is free for it until it arrives at v_full, and the two entries are as long-lived as tasks.
 
     A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
     to global memory. S of the next tile is issued before the current partial is scaled, so it overlaps the epilogue;
@@ -207,6 +222,8 @@ class SparseAttention:
                 )  # fmt: skip
             elif role <= CONSUMERS:
                 self.gather(q_atom, mQ, shared, edges, window_index, window_index * window, role - 1)
+            elif role == CONSUMERS + 1:
+                self.inspect(shared)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(out_atom, mO, shared, partial_lse, scale_log2, warp_index)
@@ -225,16 +242,19 @@ class SparseAttention:
         ring = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
         tasks = memory.allocate_tensor(Int32, cute.make_layout((2, 4), stride=(4, 1)), 16)
         edges = memory.allocate_tensor(Int32, cute.make_layout((slots, self.queries), stride=(self.queries, 1)), 16)
+        tainted = memory.allocate_tensor(Int32, cute.make_layout((2, self.head_dim), stride=(self.head_dim, 1)), 16)
+        tainted_from = memory.allocate_tensor(Int32, cute.make_layout((2,)), 8)
         warps = GROUP // WARP
-        arrivals = [1, 1, CONSUMERS, 1, 1, CONSUMERS * warps, CONSUMERS * warps, *[1] * slots, *[warps] * slots]
+        readers = CONSUMERS * warps
+        arrivals = [1, 1, CONSUMERS + 1, 1, 1, readers, readers, 1, *[1] * slots, *[warps] * slots]
         barriers = memory.allocate_array(Int64, len(arrivals))
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(len(arrivals)):
                 cute.arch.mbarrier_init(barriers + i, arrivals[i])
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        later = (barriers + i for i in (2, 3, 4, 5, 6, 7, 7 + slots))
-        return Shared(keys, values, ring, tasks, edges, barriers, *later)
+        later = (barriers + i for i in (2, 3, 4, 5, 6, 7, 8, 8 + slots))
+        return Shared(keys, values, ring, tasks, edges, tainted, tainted_from, barriers, *later)
 
     @cute.jit
     def claim(
@@ -268,10 +288,13 @@ class SparseAttention:
                 if head < heads:
                     count = counts[window_index, head]
             row = Int32(0)
+            landing = shared.v_full
             pages = [Int32(0) for _ in range(self.blocks.pages_per_block)]
             if head < heads:
                 task = tasks[window_index, head, claim - passed, None]
                 row = task[0]
+                if (task[3] & 1) != 0:
+                    landing = shared.v_raw
                 pages = self.blocks.pages(page_table, row)
                 if lane == 0:
                     shared.tasks[parity, 0] = task[1]
@@ -288,7 +311,7 @@ class SparseAttention:
             if running > 0:
                 self.blocks.load(k_atom, mK, row, pages, head, k_boxes, shared.k_full)
                 cute.arch.mbarrier_wait(shared.v_free, parity ^ 1)
-                self.blocks.load(v_atom, mV, row, pages, head, v_boxes, shared.v_full)
+                self.blocks.load(v_atom, mV, row, pages, head, v_boxes, landing)
             elif lane == 0:
                 cute.arch.mbarrier_arrive(shared.k_full)
             turn = turn + 1
@@ -350,6 +373,41 @@ class SparseAttention:
                     cute.arch.mbarrier_arrive(shared.task_gathered)
             turn = turn + 1
 
+    @cute.jit
+    def inspect(self, shared: Shared):
+        """The inspecting warp: values of tasks that are cut, before consumers read them."""
+        lane = cute.arch.lane_idx()
+        phase = Int32(0)
+        turn = Int32(0)
+        running = Int32(1)
+        while running > 0:
+            parity = turn & 1
+            cute.arch.mbarrier_wait(shared.task_full + parity, (turn >> 1) & 1)
+            num = shared.tasks[parity, 1]
+            extent = shared.tasks[parity, 3]
+            self.release(shared.task_gathered)
+            if num < 0:
+                running = Int32(0)
+            elif (extent & 1) != 0:
+                cute.arch.mbarrier_wait(shared.v_raw, phase)
+                phase = phase ^ 1
+                valid = extent >> 1
+                if valid < self.block_size:
+                    self.blocks.clear_rows(shared.values, valid, lane, WARP)
+                    cute.arch.sync_warp()
+                first = Int32(self.block_size)
+                if ballot(any_unbounded(shared.values, self.blocks.block_bytes // 4, lane, WARP) != 0) != 0:
+                    for column in cutlass.range(lane, self.head_dim, WARP, unroll=1):
+                        of_column = clean_column(shared.values[None, None, 0], column, valid, self.block_size)
+                        shared.tainted[parity, column] = of_column
+                        first = cutlass.min(first, of_column)
+                    first = Int32(cute.arch.warp_redux_sync(first, "min"))
+                    cute.arch.fence_view_async_shared()
+                if lane == 0:
+                    shared.tainted_from[parity] = first
+                self.release(shared.v_full)
+            turn = turn + 1
+
     def tiles_of(self, num, consumer):
         """How many tiles of a task of `num` edges a consumer takes."""
         return ((num + self.queries - 1) // self.queries - consumer + CONSUMERS - 1) // CONSUMERS
@@ -404,11 +462,6 @@ class SparseAttention:
             if num < 0:
                 running = Int32(0)
             elif tiles > 0:
-                if (extent >> 1) < self.block_size:
-                    cute.arch.mbarrier_wait(shared.v_full, parity)
-                    thread = tile.member * WARP + tile.lane
-                    self.blocks.clear_rows(shared.values, extent >> 1, thread, GROUP)
-                    cute.arch.barrier(barrier_id=1 + tile.consumer, number_of_threads=GROUP)
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
                 wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
                 for _ in cutlass.range(tiles - 1, unroll=1):
@@ -424,7 +477,7 @@ class SparseAttention:
 
     @cute.jit
     def release(self, free: cute.Pointer):
-        """One arrival for each consumer warp."""
+        """One arrival for a warp, behind what all its lanes have done."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(free)
@@ -459,7 +512,7 @@ class SparseAttention:
             cute.arch.mbarrier_wait(shared.q_full + slot, phase)
             wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
             warpgroup.wait_group(1)
-        self.emit(shared, tile, tokens, row_max, row_sum, head, used, staged)
+        self.emit(shared, tile, tokens, row_max, row_sum, head, used, staged, cut, parity)
         return slot, phase, used
 
     def tokens_of(self, edges, member):
@@ -470,10 +523,11 @@ class SparseAttention:
     @cute.jit
     def emit(
         self, shared: Shared, tile: Tile, tokens, row_max: cute.Tensor, row_sum: cute.Tensor, head: Int32,
-        slot: Int32, staged: Int32,
+        slot: Int32, staged: Int32, cut: Int32, parity: Int32,
     ):  # fmt: skip
         """Normalise a partial, stage it in the slot of its queries and send it and its LSE on their way."""
-        inverse = [cute.arch.rcp_approx(row_sum[half]) for half in range(2)]
+        # A row whose scores are all -inf has a sum of 0 and an O of 0.
+        inverse = [cute.arch.rcp_approx(row_sum[half] + TINY) for half in range(2)]
         scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             scaled[i] = tile.O[i] * inverse[i // 2 % 2]
@@ -484,6 +538,9 @@ class SparseAttention:
         if staged >= 0:
             self.release(shared.q_free + staged)
         cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, slot])
+        if cut != 0:
+            if shared.tainted_from[parity] < self.block_size:
+                self.taint(shared, tile, slot, parity)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         topk = Int32(tile.partial_lse.shape[1])
@@ -506,3 +563,15 @@ class SparseAttention:
         row = (tile.lane // 4 + half * 8) % self.rows.rows_per_token
         if (half < 2) & (token >= 0) & (row < self.group):
             tile.partial_lse[token >> 13, (token >> 7) & 63, head * self.group + row] = lse
+
+    @cute.jit
+    def taint(self, shared: Shared, tile: Tile, slot: Int32, parity: Int32):
+        """NaN in the staged rows of this warp, in the columns where they see a value that was taken out."""
+        cute.arch.sync_warp()
+        for i in cutlass.range(WARP_ROWS * self.head_dim // WARP, unroll=1):
+            place = i * WARP + tile.lane
+            row = tile.member * WARP_ROWS + place // self.head_dim
+            column = place % self.head_dim
+            visible = shared.edges[slot, row // self.rows.rows_per_token] & 127
+            if shared.tainted[parity, column] <= visible:
+                shared.ring[row, column, slot] = self.element(Float32.nan)
