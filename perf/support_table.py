@@ -25,7 +25,9 @@ def table(registry: Registry) -> str:
         if is_generated(cell) and evidence.is_verified(cell, verified):
             entry = verified[cell.id]
             where = f"{entry['card']}, {entry['date']}"
-        lines.append(f"| `{cell.op}` | {cell.dsl} | {cell.target} | {cell.precision} | {where} |")
+        group = registry.group_of(cell.precision)
+        precision = group.upper() if group == cell.precision else f"{group.upper()}: {cell.precision}"
+        lines.append(f"| `{cell.op}` | {cell.dsl} | {cell.target} | {precision} | {where} |")
     return "\n".join(lines) + "\n"
 
 

@@ -102,8 +102,8 @@ def work(op: str, label: str, precision: str) -> Work:
     """The work of a case, from the roofline of the operator's spec."""
     operator, workload = _lookup(op, label)
     stored = specs().precisions[precision]
-    compute = next((row.compute for row in operator.kernels if row.precision == precision), stored.compute[0])
-    return work_of(operator, workload, stored, operator.m3, compute)
+    rows = (row.computes_in(stored) for row in operator.kernels if row.precision == precision)
+    return work_of(operator, workload, stored, operator.m3, next(rows, stored.multiply))
 
 
 def floor_ms(parts: Iterable[Work], card: str) -> float | None:

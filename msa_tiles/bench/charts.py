@@ -14,6 +14,8 @@ from typing import Any
 
 from msa_tiles.bench import cases, labels, rows
 from msa_tiles.bench.operators import BENCHMARKS
+from msa_tiles.bench.precisions import BF16
+from msa_tiles.bench.precisions import group as group_of
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS, Device
 from msa_tiles.spec.work import Work
@@ -21,7 +23,7 @@ from msa_tiles.spec.work import Work
 GROUND, INK, FAINT, GRID = "#ffffff", "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN = "#0969da", "#bc4c00", "#1a7f37"
 DSL_STYLES = {"tilelang": ("TileLang", BLUE, "o"), "cutedsl": ("CuTe DSL", ORANGE, "D")}
-PRECISIONS = {"bf16": "BF16", "fp8": "FP8"}
+GROUPS = {"bf16": "BF16", "fp8": "FP8"}
 ELEMENTS = {"bfloat16": "BF16", "float8_e4m3fn": "FP8", "float32": "FP32"}
 
 DENSE = {"prefill": ("fa4", "cudnn"), "msa_decode": ("fa4", "dense_bytes")}
@@ -73,12 +75,12 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
     for card in cards:
         latest = rows.latest(row for row in results if row["card"] == card)
         suffix = "" if len(cards) == 1 else "_" + rows.file_name(card).removesuffix(".jsonl")
-        for precision in PRECISIONS:
-            tail = suffix if precision == "bf16" else f"_{precision}{suffix}"
-            series = {op: speed_ups(latest, op, precision, current) for op in DENSE}
+        for group in GROUPS:
+            tail = suffix if group == BF16 else f"_{group}{suffix}"
+            series = {op: speed_ups(latest, op, group, current) for op in DENSE}
             if any(len(points) > 1 for one in series.values() for points in one.values()):
                 used = [point.row for one in series.values() for points in one.values() for point in points]
-                note = _note(card, used, current, PRECISIONS[precision])
+                note = _note(card, used, current, GROUPS[group])
                 written += _save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
         device = cases.device_of(card)
         points = roofline_points(latest)
@@ -103,11 +105,12 @@ Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
 """Points in order of context, by what the queries are (empty for decode) and the peer, `dense` or `vllm`."""
 
 
-def speed_ups(latest: Mapping[rows.Key, Row], op: str, precision: str, current: frozenset[str]) -> Lines:
-    """The lines of an operator, of our faster DSL in each case."""
+def speed_ups(latest: Mapping[rows.Key, Row], op: str, group: str, current: frozenset[str]) -> Lines:
+    """The lines of an operator in a group's precision, of our faster DSL in each case."""
     found: dict[tuple[str, str], list[SpeedUp]] = {}
     for label in BENCHMARKS[op].labels:
-        mine = [latest[key] for dsl in DSLS if (key := (op, label, precision, dsl)) in latest]
+        timed = [name for name in BENCHMARKS[op].precisions if group_of(name) == group]
+        mine = [latest[key] for name in timed for dsl in DSLS if (key := (op, label, name, dsl)) in latest]
         if not mine:
             continue
         row = min(rows.fresh(mine, current), key=lambda row: row["ms"])
@@ -275,7 +278,7 @@ def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str)
         style = {"marker": marker, "markersize": 7.5, "color": colour, "linestyle": "none"}
         mine = [point for point in points if point.row["dsl"] == dsl]
         for point in mine:
-            face = colour if point.row["precision"] == "bf16" else GROUND
+            face = colour if point.row["precision"] == BF16 else GROUND
             axis.plot(point.intensity, point.tflops, markerfacecolor=face, zorder=3, **style)
         if mine:
             axis.plot([], [], label=words, **style)
@@ -312,7 +315,7 @@ def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device
         if key not in fastest or point.tflops > fastest[key].tflops:
             fastest[key] = point
     for (op, precision), point in sorted(fastest.items(), key=lambda item: item[1].intensity):
-        name = op if precision == "bf16" else f"{op} {PRECISIONS[precision]}"
+        name = op if precision == BF16 else f"{op} {GROUPS[group_of(precision)]}"
         words = f"{name}  {100 * point.share(device):.0f}%"
         labels.place(figure, axis, words, (point.intensity, point.tflops), taken, fontsize=9, color=INK, zorder=4)
 

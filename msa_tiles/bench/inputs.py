@@ -10,9 +10,6 @@ from torch import Tensor
 from msa_tiles.bench.cases import Case
 from msa_tiles.bench.selections import GENERATORS
 
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-"""Of stored values, by precision."""
-
 
 @dataclass(frozen=True)
 class Indexer:

@@ -11,6 +11,8 @@ import torch
 from msa_tiles.bench import cases, harness, rows
 from msa_tiles.bench.harness import Benchmark, Say
 from msa_tiles.bench.operators import BENCHMARKS
+from msa_tiles.bench.precisions import chosen as named_precisions
+from msa_tiles.bench.precisions import part
 from msa_tiles.bench.sensors import Sensors, driver_version
 from msa_tiles.bench.timing import Clock, CudaClock
 from msa_tiles.runtime.facts import DeviceFacts
@@ -65,12 +67,15 @@ def plan(ops: Sequence[str], labels: Sequence[str], precisions: Sequence[str]) -
             raise ValueError(f"no operator {op!r} is benchmarked; there are {', '.join(BENCHMARKS)}")
     chosen = [benchmark for op, benchmark in BENCHMARKS.items() if not ops or op in ops]
     _known("--cases", labels, [label for benchmark in chosen for label in benchmark.labels])
-    _known("--precision", precisions, [name for benchmark in chosen for name in benchmark.precisions])
+    try:
+        wanted = named_precisions(precisions, [name for benchmark in chosen for name in benchmark.precisions])
+    except ValueError as error:
+        raise ValueError(f"--precision: {error}") from error
     return [
         Job(benchmark, label, precision)
         for benchmark in chosen
         for precision in benchmark.precisions
-        if not precisions or precision in precisions
+        if precision in wanted
         for label in benchmark.labels
         if not labels or label in labels
     ]
@@ -86,10 +91,12 @@ def _known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
 def missing_kernels(job: Job, dsls: Sequence[str], target: str | None, registry: Registry) -> str:
     """Why none of these DSLs can run the job on this target: an operator without a kernel; empty when one can."""
     for dsl in dsls:
-        if all(registry.select(op, dsl, target, job.precision) for op in job.benchmark.parts):
+        if all(registry.select(op, dsl, target, part(op, job.precision)) for op in job.benchmark.parts):
             return ""
     lacking = [
-        op for op in job.benchmark.parts if not any(registry.select(op, dsl, target, job.precision) for dsl in dsls)
+        op
+        for op in job.benchmark.parts
+        if not any(registry.select(op, dsl, target, part(op, job.precision)) for dsl in dsls)
     ]
     return f"no {' or '.join(dsls)} kernel of {', '.join(lacking or job.benchmark.parts)} for {target}, {job.precision}"
 

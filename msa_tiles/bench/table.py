@@ -9,12 +9,12 @@ from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS
 
-FIGURES = (*(f"{dsl} ms" for dsl in DSLS), "best peer ms", "ratio", "floor ms", "of floor")
+FIGURES = (*DSLS, "best peer", "ratio", "floor", "of floor")
 HEADING = ("op", "case", "prec", *FIGURES, "gate")
 STALE = "*"
 LEGEND = (
-    "ratio: the best peer's time by that of our faster DSL, in the same run; of floor: the roofline's time by ours;\n"
-    "gate: the ratio to a named peer that is aimed at, and whether it is reached"
+    "times in milliseconds; ratio: the best peer's time by that of our faster DSL, in the same run;\n"
+    "of floor: the roofline's time by ours; gate: the ratio to a named peer that is aimed at, and whether it is reached"
 )
 STALE_LEGEND = f"{STALE} timed with kernels that have changed since"
 

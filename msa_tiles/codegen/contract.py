@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 
 from msa_tiles.codegen.plan import KernelPlan
 from msa_tiles.spec import Expression, Operator, Parameter, Precision, Tensor
@@ -12,12 +13,20 @@ WIDTH = 120
 _STRIDES = {"any": "any strides", "unit_last": "last stride 1", "contiguous": "contiguous"}
 
 
-def header(plan: KernelPlan, operator: Operator, precision: Precision, digest: str) -> str:
-    """The opening comment, with the blank line that ends it."""
+def header(digests: Mapping[str, str], operator: Operator, contract: Sequence[str]) -> str:
+    """The opening comment, with the blank line that ends it. `digests` is by cell, of all that have this text."""
     lines = [
         f"{MADE_BY} from specs/operators/{operator.name}.yaml; do not edit.",
-        f"cell: {plan.cell}   digest: {digest}",
+        *(f"cell: {cell}   digest: {digest}" for cell, digest in digests.items()),
         "",
+        *contract,
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in lines) + "\n\n"
+
+
+def contract_of(plan: KernelPlan, operator: Operator, precision: Precision) -> list[str]:
+    """What the kernel takes, gives and serves, in lines."""
+    lines = [
         *_wrap(operator.summary),
         f"Oracle: msa_tiles.reference.{operator.reference}",
         "",
@@ -25,7 +34,7 @@ def header(plan: KernelPlan, operator: Operator, precision: Precision, digest: s
     for heading, tensors in (("Inputs", operator.inputs), ("Outputs", operator.outputs)):
         lines += [
             heading,
-            *_columns([_tensor(t, precision, plan) for t in tensors.values() if t.belongs_to(precision)]),
+            *_columns([_tensor(t, precision) for t in tensors.values() if t.belongs_to(precision)]),
         ]
     if operator.parameters:
         lines += ["Parameters", *_columns([_parameter(parameter) for parameter in operator.parameters.values()])]
@@ -36,14 +45,14 @@ def header(plan: KernelPlan, operator: Operator, precision: Precision, digest: s
         features = [[name, why] for name, why in operator.features.items() if (name in plan.features) == served]
         if features:
             lines += [heading, *_columns(features)]
-    return "\n".join(f"# {line}".rstrip() for line in lines) + "\n\n"
+    return lines
 
 
 def _wrap(line: str, hang: int = 0) -> list[str]:
     return textwrap.wrap(line, WIDTH - 2, subsequent_indent=" " * hang) or [""]
 
 
-def _tensor(tensor: Tensor, precision: Precision, plan: KernelPlan) -> list[str]:
+def _tensor(tensor: Tensor, precision: Precision) -> list[str]:
     remarks = [_STRIDES[tensor.strides]]
     if tensor.optional:
         remarks.append("optional")
@@ -52,7 +61,7 @@ def _tensor(tensor: Tensor, precision: Precision, plan: KernelPlan) -> list[str]
     if tensor.note:
         remarks.append(tensor.note)
     shape = ", ".join(map(str, tensor.shape))
-    return [tensor.name, f"[{shape}]", tensor.resolve_dtype(precision, plan.compute), "; ".join(remarks)]
+    return [tensor.name, f"[{shape}]", tensor.resolve_dtype(precision), "; ".join(remarks)]
 
 
 def _parameter(parameter: Parameter) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from msa_tiles.codegen.toolchain import PINS
 from msa_tiles.sources import PACKAGE, code_of, header_of
 
-_HEADER_DIGEST = re.compile(r"^# cell: .* digest: ([0-9a-f]{16})$", re.MULTILINE)
+_HEADER_DIGEST = re.compile(r"^# cell: (\S+) +digest: ([0-9a-f]{16})$", re.MULTILINE)
 
 
 def digest_of(text: str, dsl: str, package: Path = PACKAGE) -> str:
@@ -21,7 +21,6 @@ def digest_of(text: str, dsl: str, package: Path = PACKAGE) -> str:
     return state.hexdigest()[:16]
 
 
-def recorded_digest(text: str) -> str | None:
-    """The digest that a generated file states in its header."""
-    match = _HEADER_DIGEST.search(header_of(text))
-    return match[1] if match else None
+def recorded_digests(text: str) -> dict[str, str]:
+    """The digests that a generated file states in its header, by cell."""
+    return dict(_HEADER_DIGEST.findall(header_of(text)))

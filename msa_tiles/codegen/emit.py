@@ -10,7 +10,7 @@ A skeleton is valid Python with these kinds of marks:
   call passes for it (`k`, `k_scale`);
 - `# <- cta`, a line of a docstring: what the file's function `cta` says of the thread block.
 
-All see `plan`, `tile`, `target`, `precision` and `operator`.
+All see `plan`, `tile`, `operands`, `target`, `precision` and `operator`.
 """
 
 from __future__ import annotations

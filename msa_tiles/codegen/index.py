@@ -8,32 +8,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msa_tiles.codegen.plan import KernelPlan
-from msa_tiles.spec import Expression, Location, Operator, Specs, Workload
+from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
-FORMAT = 1
+FORMAT = 2
 _WIDTH = 240  # a workload fits
 
 
-def index(specs: Specs, plans: Sequence[KernelPlan], digests: Mapping[str, str]) -> dict[str, Any]:
-    """The index of these plans; `digests` is by cell."""
+def index(
+    specs: Specs, plans: Sequence[KernelPlan], digests: Mapping[str, str], paths: Mapping[str, str]
+) -> dict[str, Any]:
+    """The index of these plans; `digests` and `paths`, below the output directory, are by cell."""
     return {
         "format": FORMAT,
         "targets": {name: _plain(target) for name, target in specs.targets.items()},
-        "precisions": {name: _plain(precision) for name, precision in specs.precisions.items()},
-        "cells": [_cell(plan, specs.operators[plan.op], digests[plan.cell]) for plan in plans],
+        "formats": {name: _plain(format) for name, format in specs.formats.items()},
+        "precisions": {name: _precision(precision) for name, precision in specs.precisions.items()},
+        "cells": [_cell(plan, specs.operators[plan.op], digests[plan.cell], paths[plan.cell]) for plan in plans],
     }
 
 
-def _cell(plan: KernelPlan, operator: Operator, digest: str) -> dict[str, Any]:
+def _precision(precision: Precision) -> dict[str, Any]:
+    formats = {role: stored.name for role, stored in precision.roles.items()}
+    return {**formats, "multiply": precision.multiply, "output": precision.output}
+
+
+def _cell(plan: KernelPlan, operator: Operator, digest: str, path: str) -> dict[str, Any]:
     return {
         "id": plan.cell,
         "op": plan.op,
         "dsl": plan.dsl,
         "target": plan.target,
         "precision": plan.precision,
+        "algorithm": plan.algorithm,
+        "reads": list(operator.roles),
+        "operands": _plain(plan.operands),
         "mma": plan.mma,
         "compute": plan.compute,
-        "file": plan.file,
+        "file": path,
         "digest": digest,
         "summary": operator.summary,
         "variants": _plain(plan.variants),

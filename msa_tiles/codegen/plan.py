@@ -22,7 +22,6 @@ from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
 from msa_tiles.tables import Table, TableError
 
-OPERANDS = {"bf16": "plain", "fp8": "e4m3"}  # of keys and values
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
@@ -35,6 +34,7 @@ class KernelPlan:
     dsl: str
     target: str
     precision: str
+    algorithm: str  # empty where the operator has one
     compute: str
     operands: Mapping[str, str]  # role -> device module that loads its tensors
     mma: str
@@ -56,13 +56,13 @@ class KernelPlan:
 
     @property
     def file(self) -> str:
-        """Path of the generated kernel, below the directory of generated files."""
-        return f"{self.dsl}/{self.target}/{self.op}_{self.precision}.py"
+        """Path of a file of its own, below the directory of generated files."""
+        return f"{self.dsl}/{self.target}/{_joined(self.op, self.precision, self.algorithm)}.py"
 
     @property
     def skeleton(self) -> str:
         """Path of the skeleton, below the directory of skeletons."""
-        return f"{self.dsl}/{self.mma}/{self.op}.py"
+        return f"{self.dsl}/{self.mma}/{_joined(self.op, self.algorithm)}.py"
 
     def threads(self, variant: Point) -> int:
         """Threads of a block of this variant."""
@@ -124,24 +124,26 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
 
 def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Precision) -> KernelPlan:
     """The plan of one row. Raises SpecError when a declared variant of it is illegal."""
-    kind = target.mma[row.mma]
+    kind, compute = target.mma[row.mma], row.computes_in(precision)
+    read = {role: stored for role, stored in precision.roles.items() if role in operator.roles}
     copies = itertools.chain.from_iterable(target.copy[engine] for engine in row.copy)
     variants = operator.variants.of(precision)
     plan = KernelPlan(
-        cell=f"{operator.name}.{row.dsl}.{row.target}.{row.precision}",
+        cell=f"{operator.name}.{row.cell}",
         op=operator.name,
         dsl=row.dsl,
         target=row.target,
         precision=row.precision,
-        compute=row.compute,
-        operands=frozen({"key_value": OPERANDS[precision.name]}),
+        algorithm=row.algorithm,
+        compute=compute,
+        operands=frozen({role: row.operands.get(role, stored.operand) for role, stored in read.items()}),
         mma=row.mma,
         tile=row.tile,
         threads_formula=row.threads,
         shared_memory_formula=row.shared_memory,
         registers_formula=row.registers,
         tensor_memory_formula=row.tensor_memory,
-        expected_opcodes=tuple(dict.fromkeys((*kind.elements[row.compute], *copies, *row.expect))),
+        expected_opcodes=tuple(dict.fromkeys((*kind.elements[compute], *copies, *row.expect))),
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
         variants=frozen({name: operator.values(name) for name in variants.names}),
         capacity=variants.capacity,
@@ -194,14 +196,19 @@ class Selection:
     def holds(self, cell: str) -> bool:
         parts = cell.split(".")
         wanted = (self.ops, self.dsls, self.targets, self.precisions)
-        return all(not names or part in names for part, names in zip(parts, wanted, strict=True))
+        # What may follow is the algorithm.
+        return all(not names or part in names for part, names in zip(parts, wanted, strict=False))
 
 
 def plans(specs: Specs) -> list[KernelPlan]:
-    """The plan of every row of every operator, ordered by operator, DSL, target and precision."""
+    """The plan of every cell, ordered by operator, DSL, target, precision and algorithm."""
     found = [
         plan_row(row, operator, specs.targets[row.target], specs.precisions[row.precision])
         for operator in specs.operators.values()
         for row in operator.kernels
     ]
-    return sorted(found, key=lambda plan: (plan.op, DSLS.index(plan.dsl), plan.target, plan.precision))
+    return sorted(found, key=lambda plan: (plan.op, DSLS.index(plan.dsl), plan.target, plan.precision, plan.algorithm))
+
+
+def _joined(*names: str) -> str:
+    return "_".join(filter(None, names))

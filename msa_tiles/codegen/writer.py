@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.codegen.contract import MADE_BY, header
-from msa_tiles.codegen.digest import digest_of, recorded_digest
+from msa_tiles.codegen.contract import MADE_BY, contract_of, header
+from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
 from msa_tiles.codegen.plan import KernelPlan, Selection, completed, plans
@@ -23,9 +23,13 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Generated:
-    """Everything the specs ask for, in memory: files by path below the output directory, and the index."""
+    """Everything the specs ask for, in memory: files by path below the output directory, and the index.
+
+    ``paths`` holds the file of each cell: cells of one operator and DSL whose text is the same share one.
+    """
 
     plans: tuple[KernelPlan, ...]
+    paths: Mapping[str, str]
     files: Mapping[str, str]
     index: Mapping[str, Any]
 
@@ -42,7 +46,7 @@ class Changes:
 
 def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) -> Generated:
     """Render every cell. Same specs, same bytes. Raises SpecError."""
-    files: dict[str, str] = {}
+    alike: dict[tuple, list[KernelPlan]] = {}
     digests: dict[str, str] = {}
     all_plans = []
     for planned in plans(specs):
@@ -52,8 +56,15 @@ def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) 
         plan = completed(planned, table_of(body, package), target)
         all_plans.append(plan)
         digests[plan.cell] = digest_of(body, plan.dsl, package)
-        files[plan.file] = header(plan, operator, precision, digests[plan.cell]) + body
-    return Generated(tuple(all_plans), files, index(specs, all_plans, digests))
+        alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
+    files: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    for (op, _, contract, body), sharing in alike.items():
+        # The row names the file's target first.
+        path = min(sharing, key=lambda plan: specs.operators[op].place(plan.cell)).file
+        files[path] = header({plan.cell: digests[plan.cell] for plan in sharing}, specs.operators[op], contract) + body
+        paths |= {plan.cell: path for plan in sharing}
+    return Generated(tuple(all_plans), paths, files, index(specs, all_plans, digests, paths))
 
 
 def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
@@ -95,7 +106,8 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
 
 
 def _wanted(generated: Generated, out: Path, selection: Selection) -> dict[str, str]:
-    chosen = {plan.file: generated.files[plan.file] for plan in generated.plans if selection.holds(plan.cell)}
+    paths = dict.fromkeys(path for cell, path in generated.paths.items() if selection.holds(cell))
+    chosen = {path: generated.files[path] for path in paths}
     return chosen | {INDEX: dumps(_merged_index(generated, out, selection)) + "\n"}
 
 
@@ -133,7 +145,7 @@ def _difference(present: str, wanted: str, dsl: str) -> str:
     if without_header(present) == without_header(wanted):
         return "has an old header: its contract, a helper that it imports or the toolchain changed"
     try:
-        consistent = recorded_digest(present) == digest_of(present, dsl)
+        consistent = set(recorded_digests(present).values()) == {digest_of(present, dsl)}
     except SyntaxError:
         consistent = False
     if consistent:

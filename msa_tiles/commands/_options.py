@@ -17,7 +17,8 @@ FILTERS = ("op", "dsl", "target", "precision")
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Options that narrow a command down to some cells."""
     for name in FILTERS:
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only cells of this {name}")
+        what = "precision or group of precisions, such as fp8" if name == "precision" else name
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only cells of this {what}")
 
 
 def filters_of(args: argparse.Namespace) -> dict[str, str | None]:

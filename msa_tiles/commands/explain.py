@@ -17,7 +17,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "--device",
         help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the target with most kernels)",
     )
-    parser.add_argument("--precision", default="bf16", help="precision of the call (default bf16)")
+    parser.add_argument("--precision", default="bf16", help="precision of the call, or its group (default bf16)")
     parser.add_argument(
         "--variant",
         nargs="+",
@@ -72,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
     sharded = "k_offset" in features and _takes_shards(args.op)
     features -= {"k_offset"} if sharded else set()
     size = tuned.bucket(args.queries) if args.queries else 0
-    model = next((cell for cell in cells if cell.precision == args.precision), cells[0])
-    call = CallFacts(args.op, torch_device, args.precision, {**model.ci[0], **given}, features, size=size)
+    # A group stands for the first precision in which the operator has kernels.
+    model = next(iter(registry.select(args.op, precision=args.precision)), cells[0])
+    precision = args.precision if args.precision in registry.precisions else model.precision
+    call = CallFacts(args.op, torch_device, precision, {**model.ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
-    console.say(f"{args.op} on {device}: {args.precision}, {variant_text(call.variant)}{needs}")
+    console.say(f"{args.op} on {device}: {call.precision}, {variant_text(call.variant)}{needs}")
     if sharded:
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:

@@ -26,15 +26,25 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles import codegen, spec
     from msa_tiles.spec.model import DSLS
+    from msa_tiles.spec.precisions import named
 
     specs = spec.load(args.specs)
-    known = {"op": specs.operators, "dsl": DSLS, "target": specs.targets, "precision": specs.precisions}
+    known = {"op": specs.operators, "dsl": DSLS, "target": specs.targets}
     for axis, names in known.items():
         for name in getattr(args, axis):
             if name not in names:
                 console.complain(f"--{axis} {name} is unknown; known: {', '.join(names)}")
                 return 2
-    selection = codegen.Selection(args.op, args.dsl, args.target, args.precision)
+    groups = {name: precision.group for name, precision in specs.precisions.items()}
+    try:
+        precisions = named(args.precision, groups, [format.group for format in specs.formats.values()])
+    except ValueError as error:
+        console.complain(f"--precision: {error}")
+        return 2
+    if args.precision and not precisions:
+        console.complain(f"--precision {' '.join(args.precision)}: no precision is of this group as yet")
+        return 2
+    selection = codegen.Selection(args.op, args.dsl, args.target, precisions)
     generated = codegen.produce(specs)
     count = sum(selection.holds(plan.cell) for plan in generated.plans)
     if args.check:

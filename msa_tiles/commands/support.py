@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         console.say(json.dumps(rows, indent=1))
         return 0
-    columns = ("op", "dsl", "target", "precision", "status", "flags", "digest")
+    columns = ("op", "dsl", "target", "precision", "group", "status", "flags", "digest")
     console.table(
-        [columns, *((*(row[name] for name in columns[:5]), " ".join(row["flags"]), row["digest"]) for row in rows)]
+        [columns, *((*(row[name] for name in columns[:6]), " ".join(row["flags"]), row["digest"]) for row in rows)]
     )
     return 0
 
@@ -56,6 +56,8 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
         "dsl": cell.dsl,
         "target": cell.target,
         "precision": cell.precision,
+        "group": registry.group_of(cell.precision),
+        "algorithm": cell.entry["algorithm"],
         "status": evidence.status(flags),
         "flags": [flag for flag in evidence.FLAGS if flags[flag]],
         "file": cell.entry["file"],
@@ -65,10 +67,10 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
 
 def is_generated(cell: Cell) -> bool:
     """Whether the kernel file, its helpers and the toolchain pins still have the digest that the index states."""
-    from msa_tiles.codegen.digest import digest_of, recorded_digest
+    from msa_tiles.codegen.digest import digest_of, recorded_digests
 
     try:
         text = cell.file.read_text(encoding="utf-8")
-        return digest_of(text, cell.dsl) == recorded_digest(text) == cell.digest
+        return digest_of(text, cell.dsl) == recorded_digests(text).get(cell.id) == cell.digest
     except (OSError, SyntaxError, UnicodeDecodeError):
         return False

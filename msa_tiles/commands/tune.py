@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import Cell, default_registry
-    from msa_tiles.spec.model import DSLS
 
     if not torch.cuda.is_available():
         console.complain("msa-tiles tune: there is no CUDA device here; kernels can only be timed on one")
@@ -43,13 +42,15 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     device = torch.device(args.device)
     facts = device_facts(device, registry.targets.values())
-    rivals: dict[tuple[str, str], list[Cell]] = {}
+    # Rivals are cells whose tensors are stored alike, whatever they multiply in.
+    rivals: dict[tuple[str, ...], list[Cell]] = {}
     for cell in registry.select(**filters_of(args)):
         if cell.target == facts.target:
-            rivals.setdefault((cell.op, cell.precision), []).append(cell)
+            formats = registry.precisions[cell.precision].formats
+            rivals.setdefault((cell.op, *(formats[role] for role in cell.reads)), []).append(cell)
     rivals = {key: cells for key, cells in rivals.items() if len(cells) > 1}
     console.say(f"{len(rivals)} operators with rival kernels on {facts}")
-    rows: list[tuple[str, ...]] = [("operator", "workload", *DSLS)]
+    rows: list[tuple[str, ...]] = [("cell", "workload", "ms")]
     for cells in console.progress(rivals.values(), "operators"):
         for figure in _figures(cells, device, args.workload, args.seconds):
             tuned.write(
@@ -68,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
                     )
                 ],
             )
-            by_dsl = {cell.dsl: f"{figure[2][cell.id]:.4f} ms" for cell in cells if cell.id in figure[2]}
-            rows.append((cells[0].op, figure[0], *(by_dsl.get(dsl, "") for dsl in DSLS)))
+            rows += [(cell.id, figure[0], f"{figure[2][cell.id]:.4f}") for cell in cells if cell.id in figure[2]]
     console.table(rows)
     return 0
 
@@ -89,12 +89,12 @@ def _figures(
     for workload in operator.bench:
         if labels and workload.label not in labels:
             continue
-        case = Case(cells[0], operator, workload, operator.m3, 0.0)
+        case = Case(cells[0], operator, specs.precisions[cells[0].precision], workload, operator.m3, 0.0)
         checks: list[Any] = []
         calls: dict[str, list[Callable[[], Any]]] = {}
         try:
             # All run on the same inputs: those of the longest workloads fit a GPU once.
-            checks = _input_sets(functools.partial(_check, case, device), _bytes_read(case, specs), device)
+            checks = _input_sets(functools.partial(_check, case, device), _bytes_read(case), device)
             calls = {cell.id: [functools.partial(_run, check, cell.dsl) for check in checks] for cell in cells}
             figure = measure(calls, seconds)
         except torch.OutOfMemoryError:
@@ -115,12 +115,11 @@ def _check(case: Any, device: Any, seed: int) -> Any:
     return CHECKS[case.cell.op](case, Source(device, seed, case.workload.values), False, case.cell.dsl)
 
 
-def _bytes_read(case: Any, specs: Any) -> float:
+def _bytes_read(case: Any) -> float:
     """What a call of a workload moves at least, by the roofline of its spec."""
     from msa_tiles.spec.work import work_of
 
-    precision = specs.precisions[case.cell.precision]
-    return work_of(case.operator, case.workload, precision, case.point, case.cell.entry["compute"]).bytes
+    return work_of(case.operator, case.workload, case.precision, case.point, case.cell.entry["compute"]).bytes
 
 
 def _input_sets(make: Callable[[int], Any], bytes_read: float, device: Any) -> list[Any]:

@@ -16,13 +16,6 @@ from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import CallFacts, tuned
 from msa_tiles.spec import load
 
-PRECISIONS = {
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-
 # TMA boxes and the widest loads start at multiples of this many bytes.
 ALIGNMENT = 16
 
@@ -30,6 +23,20 @@ ALIGNMENT = 16
 def runs_reference(backend: str, device: torch.device) -> bool:
     """CPU tensors run on the reference; CUDA tensors only when it is asked for."""
     return backend == "reference" or device.type != "cuda"
+
+
+def precision(**tensors: Tensor) -> str:
+    """The precision of a call whose tensors of these roles are stored like that.
+
+    Roles are `query`, `key_value`, `index_key` and `output`. Which of the precisions that are stored alike serves the
+    call, one that decodes on the chip or one that multiplies natively, is for dispatch to say.
+    """
+    return _precision(**{role: str(tensor.dtype).removeprefix("torch.") for role, tensor in tensors.items()})
+
+
+@functools.lru_cache(maxsize=64)
+def _precision(**storages: str) -> str:
+    return runtime.default_registry().precision_of(storages)
 
 
 def call_facts(

@@ -63,7 +63,7 @@ def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, 
         lse.copy_(result_lse)
         return
     nowhere = Where(None, None, None, None, None, None, None, None)
-    precision = lookup.PRECISIONS[partial_out.dtype]
+    precision = lookup.precision(output=partial_out)
     variant = {"head_dim": partial_out.shape[3]}
     facts = lookup.call_facts(
         "combine", nowhere, partial_out.device, precision, variant, (partial_out,), queries=partial_out.shape[1]

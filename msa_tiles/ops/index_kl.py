@@ -174,7 +174,7 @@ def _write(
         "index_kl",
         where,
         q.device,
-        lookup.PRECISIONS[q.dtype],
+        lookup.precision(query=q, key_value=k, index_key=idx_k),
         {
             "head_dim": q.shape[2],
             "index_dim": idx_q.shape[2],

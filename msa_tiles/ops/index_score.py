@@ -155,7 +155,7 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
         op,
         where,
         idx_q.device,
-        lookup.PRECISIONS[idx_q.dtype],
+        lookup.precision(query=idx_q, index_key=idx_k),
         {
             "head_dim": idx_q.shape[2],
             "block_size": block_size,

@@ -187,7 +187,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk
         "sparse_decode",
         where,
         q.device,
-        lookup.PRECISIONS[q.dtype],
+        lookup.precision(query=q, key_value=k),
         {
             "head_dim": q.shape[2],
             "block_size": block_size,

@@ -170,7 +170,7 @@ def _prepare(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> _Launch | N
         "select_blocks",
         where,
         idx_q.device,
-        lookup.PRECISIONS[idx_q.dtype],
+        lookup.precision(query=idx_q, index_key=idx_k),
         variant,
         (idx_q, idx_k),
         lookup.oversized_table(where, block_size),

@@ -236,7 +236,7 @@ def prepare_attention(
         op,
         where,
         q.device,
-        lookup.PRECISIONS[q.dtype],
+        lookup.precision(query=q, key_value=k),
         {
             "head_dim": q.shape[2],
             "block_size": block_size,

@@ -131,7 +131,7 @@ def _write(
         "sparse_attention_backward",
         where,
         q.device,
-        lookup.PRECISIONS[q.dtype],
+        lookup.precision(query=q, key_value=k),
         {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
         (dout, q, k, v, out),
         lookup.broken_rules("sparse_attention_backward", topk=block_indices.shape[2]),

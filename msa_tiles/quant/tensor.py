@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPES = {"fp8": torch.float8_e4m3fn}
+DTYPES = {"e4m3": torch.float8_e4m3fn}
 PER = ("tensor", "head", "token_head")
 HEADS = 1  # the dimension of heads: [T, H, D], or [pages, H, page, D]
 
@@ -23,7 +23,7 @@ class QuantizedTensor:
 
     data: Tensor
     scale: Tensor
-    format: str = "fp8"
+    format: str = "e4m3"
 
     def __post_init__(self) -> None:
         if self.format not in DTYPES:

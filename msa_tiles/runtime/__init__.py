@@ -4,6 +4,7 @@ from msa_tiles.runtime.compiler import CompileError, compile_count
 from msa_tiles.runtime.dispatch import NoKernelError, find_kernel, serves
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
+from msa_tiles.runtime.registry import default_registry
 from msa_tiles.runtime.toolchain import ToolchainError
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NoKernelError",
     "ToolchainError",
     "compile_count",
+    "default_registry",
     "device_facts",
     "find_kernel",
     "serves",

@@ -137,7 +137,7 @@ def _promises(cell: Cell, variant: Mapping[str, int]) -> tuple[Table | None, tup
     if table_of_variant is not None:
         table = table_of_variant(**variant)
         return table, (table.threads, table.shared_memory, table.registers)
-    names: dict[str, int | float] = {**cell.entry["tile"], **variant, "element_bits": cell.element_bits}
+    names: dict[str, int | float] = {**cell.entry["tile"], **variant}
     names["threads"] = threads = Expression(str(cell.entry["threads"]))(names)
     shared = Expression(str(cell.entry["shared_memory"]))(names)
     return None, (threads, shared, Expression(str(cell.entry["registers"] or 0))(names))

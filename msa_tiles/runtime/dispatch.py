@@ -59,11 +59,9 @@ class Decision:
 
 def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: str = "auto") -> Decision:
     """Ask every cell of the operator."""
-    candidates = tuple(_ask(cell, call, device, backend) for cell in registry.of(call.op))
+    candidates = tuple(_ask(cell, call, device, registry, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
-    figure = None
-    if device.target is not None:
-        figure = tuned.nearest(tuned.figures_of(registry.directory), call.op, device.target, call.precision, call.size)
+    figure = tuned.nearest(tuned.figures_of(registry.directory), [c.cell.id for c in accepting], call.size)
     chosen = min(accepting, key=lambda candidate: tuned.preference(candidate.cell, figure), default=None)
     return Decision(call, device, candidates, chosen, figure)
 
@@ -87,14 +85,14 @@ def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], 
     return variant, None
 
 
-def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Candidate:
+def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, backend: str) -> Candidate:
     variant, misfit = fit_variant(cell, call.variant)
     missing = sorted(call.features - cell.features)
     if backend not in ("auto", cell.dsl):
         refusal: str | None = f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"
     elif device.target != cell.target:
         refusal = f"it is for {cell.target}, the call is on {device}"
-    elif call.precision != cell.precision:
+    elif not _stored_alike(cell, call, registry):
         refusal = f"it takes {cell.precision}, the call is {call.precision}"
     elif misfit:
         refusal = misfit
@@ -106,6 +104,12 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, backend: str) -> Cand
     else:
         refusal = toolchain.missing(cell.dsl)
     return Candidate(cell, variant, refusal)
+
+
+def _stored_alike(cell: Cell, call: CallFacts, registry: Registry) -> bool:
+    """Whether the tensors that the cell's operator reads and writes are stored in the call as the cell takes them."""
+    precision = registry.precisions.get(call.precision)
+    return precision is not None and precision.agrees(registry.precisions[cell.precision], cell.reads)
 
 
 def _one_of(values: tuple[int, ...]) -> str:

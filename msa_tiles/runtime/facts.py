@@ -28,6 +28,9 @@ class DeviceFacts:
 class CallFacts:
     """One call, reduced to what decides which kernel serves it.
 
+    `precision` says how its tensors are stored; which of the precisions that are stored alike has the kernel that runs
+    is decided by measurement.
+
     `variant` holds the call's value for every compile-time dim of the operator. `features` names what the call needs
     beyond flat tensors (`paged`, `q_positions`). `refusals` are reasons for which no kernel at all can serve it. `size`
     is the bucket of its number of queries (see `msa_tiles.runtime.tuned`), 0 when nobody said.

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from msa_tiles import paths
 from msa_tiles.sources import code_of
 
 INDEX = "index.json"
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
+
+
+_ROLES = ("query", "key_value", "index_key", "output")
+_AMBIGUOUS = ("uint8",)  # storage of several formats: only a `QuantizedTensor` knows which
 
 
 class RegistryError(ValueError):
@@ -40,6 +44,19 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """A combination of formats for one call, by role: `query`, `key_value`, `index_key`, and the dtype of `output`."""
+
+    name: str
+    group: str  # the name people look for: bf16, fp8, nvfp4, fp4
+    formats: Mapping[str, str]
+
+    def agrees(self, other: Precision, roles: Iterable[str]) -> bool:
+        """Whether tensors of these roles are stored the same way in both."""
+        return all(self.formats.get(role) == other.formats.get(role) for role in roles)
+
+
+@dataclass(frozen=True)
 class Cell:
     """One generated kernel: an operator on a DSL, a target and a precision. Cells travel to worker processes."""
 
@@ -48,13 +65,13 @@ class Cell:
     dsl: str
     target: str
     precision: str
+    reads: tuple[str, ...]  # the roles of a precision that its tensors follow
     mma: str
     file: Path
     digest: str
     variants: Mapping[str, tuple[int, ...]]  # compile-time dim -> supported values, in the spec's order
     capacity: frozenset[str]  # dims whose requested value is rounded up to a supported one
     features: frozenset[str]
-    element_bits: int  # of the precision
     entry: Mapping[str, Any]  # the whole index entry, for readers of workloads, tolerances and audits
 
     @property
@@ -86,11 +103,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Registry:
-    """All cells of one `generated` directory, and the targets they are for."""
+    """All cells of one `generated` directory, and the targets and precisions they are for."""
 
     directory: Path
     cells: tuple[Cell, ...]
     targets: Mapping[str, Target]
+    precisions: Mapping[str, Precision]
+    formats: Mapping[str, Mapping[str, Any]]  # name -> group, storage, bits, …
 
     @classmethod
     def read(cls, directory: Path) -> Registry:
@@ -109,11 +128,12 @@ class Registry:
             raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")
         try:
             targets = {name: _target(entry) for name, entry in document["targets"].items()}
-            bits = {name: entry["bits"] for name, entry in document["precisions"].items()}
-            cells = tuple(_cell(entry, directory, bits) for entry in document["cells"])
+            formats = document["formats"]
+            precisions = {name: _precision(name, entry, formats) for name, entry in document["precisions"].items()}
+            cells = tuple(_cell(entry, directory) for entry in document["cells"])
         except (KeyError, TypeError, AttributeError) as error:
             raise RegistryError(f"{path} lacks or misstates {error}; run `msa-tiles generate`") from error
-        return cls(directory, cells, targets)
+        return cls(directory, cells, targets, precisions, formats)
 
     def of(self, op: str) -> tuple[Cell, ...]:
         """The cells of one operator."""
@@ -122,15 +142,42 @@ class Registry:
     def select(
         self, op: str | None = None, dsl: str | None = None, target: str | None = None, precision: str | None = None
     ) -> tuple[Cell, ...]:
-        """The cells that match every filter given."""
-        wanted = {"op": op, "dsl": dsl, "target": target, "precision": precision}
-        return tuple(c for c in self.cells if all(v is None or getattr(c, k) == v for k, v in wanted.items()))
+        """The cells that match every filter given; `precision` may name a group."""
+        wanted = {"op": op, "dsl": dsl, "target": target}
+        found = (c for c in self.cells if all(v is None or getattr(c, k) == v for k, v in wanted.items()))
+        return tuple(c for c in found if precision is None or precision in (c.precision, self.group_of(c.precision)))
+
+    def group_of(self, precision: str) -> str:
+        """The group of a precision."""
+        return self.precisions[precision].group
+
+    def precision_of(self, storages: Mapping[str, str]) -> str:
+        """The first precision whose tensors are stored like that, by role; else a text that says how they are.
+
+        Precisions that only multiply differently are all candidates of such a call.
+        """
+        names = {entry["storage"]: name for name, entry in self.formats.items() if entry["storage"] not in _AMBIGUOUS}
+        formats = {r: s if r == "output" else names.get(s, f"unknown {s}") for r, s in storages.items()}
+        for precision in self.precisions.values():
+            if formats.items() <= precision.formats.items():
+                return precision.name
+        distinct = dict.fromkeys(storages.values())
+        return next(iter(distinct)) if len(distinct) == 1 else ", ".join(f"{r} {s}" for r, s in storages.items())
 
 
 @functools.lru_cache(maxsize=1)
 def default_registry() -> Registry:
     """The registry of the kernels that came with this installation."""
     return Registry.read(paths.generated_dir())
+
+
+def _keys(entry: Mapping[str, Any]) -> str:
+    """The format of keys and values or of index keys, which are the same where a precision names both."""
+    return entry.get("key_value") or entry["index_key"]
+
+
+def _precision(name: str, entry: Mapping[str, Any], formats: Mapping[str, Any]) -> Precision:
+    return Precision(name, formats[_keys(entry)]["group"], {role: entry[role] for role in _ROLES if role in entry})
 
 
 def _target(entry: Mapping[str, Any]) -> Target:
@@ -152,20 +199,20 @@ def _target(entry: Mapping[str, Any]) -> Target:
     )
 
 
-def _cell(entry: Mapping[str, Any], directory: Path, bits: Mapping[str, int]) -> Cell:
+def _cell(entry: Mapping[str, Any], directory: Path) -> Cell:
     return Cell(
         id=entry["id"],
         op=entry["op"],
         dsl=entry["dsl"],
         target=entry["target"],
         precision=entry["precision"],
+        reads=tuple(entry["reads"]),
         mma=entry["mma"],
         file=directory / entry["file"],
         digest=entry["digest"],
         variants={name: tuple(values) for name, values in entry["variants"].items()},
         capacity=frozenset(entry["capacity"]),
         features=frozenset(entry["features"]),
-        element_bits=bits[entry["precision"]],
         entry=entry,
     )
 

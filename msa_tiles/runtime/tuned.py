@@ -46,9 +46,13 @@ def bucket(queries: int) -> int:
     return max(queries, 1).bit_length()
 
 
-def nearest(figures: Iterable[Figure], op: str, target: str, precision: str, size: int) -> Figure | None:
-    """The figure of this operator whose size is closest to bucket ``size``; the larger of two equally close ones."""
-    own = [figure for figure in figures if (figure.op, figure.target, figure.precision) == (op, target, precision)]
+def nearest(figures: Iterable[Figure], cells: Iterable[str], size: int) -> Figure | None:
+    """Of the figures that time any of these cells, the one whose size is closest to bucket ``size``.
+
+    Of two equally close ones it is the larger.
+    """
+    ids = set(cells)
+    own = [figure for figure in figures if not ids.isdisjoint(figure.ms)]
     return min(own, key=lambda f: (abs(bucket(f.queries) - size), -f.queries), default=None)
 
 

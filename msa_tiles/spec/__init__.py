@@ -4,6 +4,7 @@ from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.loader import load
 from msa_tiles.spec.model import (
     Device,
+    Format,
     KernelRow,
     MmaKind,
     Operator,
@@ -25,6 +26,7 @@ __all__ = [
     "Device",
     "Expression",
     "ExpressionError",
+    "Format",
     "KernelRow",
     "Location",
     "MmaKind",

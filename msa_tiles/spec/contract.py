@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from msa_tiles.spec.expression import Expression, ExpressionError
@@ -10,8 +11,9 @@ from msa_tiles.spec.hardware import read_opcodes
 from msa_tiles.spec.model import (
     DSLS,
     POSITION_DIMS,
-    SCALE_DTYPE,
+    ROLES,
     STRIDES,
+    WIDE_ELEMENTS,
     KernelRow,
     Operator,
     Parameter,
@@ -25,11 +27,16 @@ from msa_tiles.spec.work import QUANTITIES, describe
 from msa_tiles.spec.workloads import parameter_value, read_workloads
 
 DTYPES = ("bfloat16", "float32", "int32")
-PRECISION_DTYPES = ("precision.query", "precision.storage", "precision.output", SCALE_DTYPE)
+PRECISION_DTYPES = (*(f"precision.{role}{part}" for role in ROLES for part in ("", ".scale")), "precision.output")
 # An operator that ranks scores without writing them states their tolerance beside those of its outputs.
 RANKED = "score"
 # Which points of `variants.ci` a row is compiled at; the first is the default.
 CI_POINTS = ("pairs", "values")
+_ROW_KEYS = ("mma", "tile")
+_OPTIONAL_ROW_KEYS = (
+    *("compute", "operands", "threads", "shared_memory", "copy", "registers", "tensor_memory", "expect", "features"),
+    "ci",
+)
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
@@ -73,7 +80,7 @@ def read_operator(root: Node, file_stem: str) -> Operator:
         bench=bench,
         roofline=roofline,
         tolerance=frozen({p: _tolerance(node, outputs) for p, node in keys["tolerance"].entries().items()}),
-        kernels=tuple(_row(node, variants, features, name) for node in keys["kernels"].items()),
+        kernels=tuple(row for node in keys["kernels"].items() for row in _rows(node, variants, features, name)),
         where=root.where,
     )
 
@@ -194,37 +201,74 @@ def _tolerance(node: Node, outputs: Any) -> Any:
     return frozen({name: bound.number(minimum=0) for name, bound in keys.items()})
 
 
-def _row(node: Node, variants: Variants, features: dict[str, str], op: str) -> KernelRow:
+def _rows(node: Node, variants: Variants, features: dict[str, str], op: str) -> Iterator[KernelRow]:
+    """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either."""
     keys = node.fields(
-        ("dsl", "target", "precision", "compute", "mma", "tile"),
-        optional=("threads", "shared_memory", "copy", "registers", "tensor_memory", "expect", "features", "ci"),
+        ("dsl", "targets", "precisions", *_ROW_KEYS), optional=("algorithm", "adjust", *_OPTIONAL_ROW_KEYS)
     )
-    tile_keys = keys["tile"].entries()
-    for name, value in tile_keys.items():
+    axes = {axis: {item.string(): item for item in _listed(keys[axis])} for axis in ("targets", "precisions")}
+    adjusted = keys["adjust"].entries() if "adjust" in keys else {}
+    for name, change in adjusted.items():
+        if not any(name in names for names in axes.values()):
+            raise change.error(f"adjust names {name!r}, which is neither a target nor a precision of the row")
+    changes = {name: change.fields((), optional=(*_ROW_KEYS, *_OPTIONAL_ROW_KEYS)) for name, change in adjusted.items()}
+    for name, change in adjusted.items():
+        if not changes[name]:
+            raise change.error(f"{change.name} changes nothing")
+    for target, precision in itertools.product(*axes.values()):
+        own = {key: keys[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
+        tile = keys["tile"].entries()
+        for name in (target, precision):
+            own |= changes.get(name, {})
+            if "tile" in changes.get(name, {}):
+                tile |= changes[name]["tile"].entries()
+        if ("threads" in own) != ("shared_memory" in own):
+            raise node.error("threads and shared_memory come together, or not at all where the kernel has a table")
+        lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
+        yield KernelRow(
+            dsl=keys["dsl"].string(DSLS),
+            target=target,
+            precision=precision,
+            algorithm=keys["algorithm"].string() if "algorithm" in keys else "",
+            where=node.where,
+            key_lines=frozen({key: value.where for key, value in own.items()} | lines),
+            **_kernel(own, tile, variants, features, op),
+        )
+
+
+def _listed(node: Node) -> list[Node]:
+    node.strings()  # refuses what is named twice
+    if not node.items():
+        raise node.error(f"{node.name} must name at least one")
+    return node.items()
+
+
+def _kernel(
+    keys: dict[str, Node], tile: dict[str, Node], variants: Variants, features: dict[str, str], op: str
+) -> dict[str, Any]:
+    """What a row says of a kernel beside which cell it is."""
+    for name, value in tile.items():
         if name in variants.names:
             raise value.error(f"tile name {name!r} is also a compile-time dim of {op}")
-    sizes = (*tile_keys, *variants.names)
-    if ("threads" in keys) != ("shared_memory" in keys):
-        raise node.error("threads and shared_memory come together, or not at all where the kernel has a table")
+    sizes = (*tile, *variants.names)
     if "features" in keys:
         for item in keys["features"].items():
             if (feature := item.string()) not in features:
                 raise item.error(f"feature {feature!r} is none of those {op} declares: {', '.join(features)}")
-    return KernelRow(
-        dsl=keys["dsl"].string(DSLS),
-        target=keys["target"].string(),
-        precision=keys["precision"].string(),
-        compute=keys["compute"].string(),
-        mma=keys["mma"].string(),
-        copy=keys["copy"].strings() if "copy" in keys else (),
-        tile=frozen({name: value.integer(minimum=0) for name, value in tile_keys.items()}),
-        threads=_expression(keys["threads"], sizes) if "threads" in keys else None,
-        shared_memory=_expression(keys["shared_memory"], sizes) if "shared_memory" in keys else None,
-        registers=_expression(keys["registers"], sizes) if "registers" in keys else None,
-        tensor_memory=_expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
-        expect=read_opcodes(keys["expect"]) if "expect" in keys else (),
-        features=keys["features"].strings() if "features" in keys else (),
-        ci=keys["ci"].string(CI_POINTS) if "ci" in keys else CI_POINTS[0],
-        where=node.where,
-        key_lines=frozen({key: value.where for key, value in keys.items()}),
-    )
+    operands = keys["operands"].fields((), optional=ROLES) if "operands" in keys else {}
+    if "operands" in keys and not operands:
+        raise keys["operands"].error(f"{keys['operands'].name} names no operand")
+    return {
+        "compute": keys["compute"].string(WIDE_ELEMENTS) if "compute" in keys else None,
+        "operands": frozen({role: value.string() for role, value in operands.items()}),
+        "mma": keys["mma"].string(),
+        "copy": keys["copy"].strings() if "copy" in keys else (),
+        "tile": frozen({name: value.integer(minimum=0) for name, value in tile.items()}),
+        "threads": _expression(keys["threads"], sizes) if "threads" in keys else None,
+        "shared_memory": _expression(keys["shared_memory"], sizes) if "shared_memory" in keys else None,
+        "registers": _expression(keys["registers"], sizes) if "registers" in keys else None,
+        "tensor_memory": _expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
+        "expect": read_opcodes(keys["expect"]) if "expect" in keys else (),
+        "features": keys["features"].strings() if "features" in keys else (),
+        "ci": keys["ci"].string(CI_POINTS) if "ci" in keys else CI_POINTS[0],
+    }

@@ -1,14 +1,11 @@
-"""Reads `targets/*.yaml` and `precisions.yaml`."""
+"""Reads `targets/*.yaml`."""
 
 from __future__ import annotations
 
 import re
 
-from msa_tiles.spec.model import Device, MmaKind, Precision, Scale, Target, frozen
+from msa_tiles.spec.model import Device, MmaKind, Target, frozen
 from msa_tiles.spec.source import Node
-
-STORAGE_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8, "float8_e8m0fnu": 8, "uint8": 8}
-SCALE_GRANULARITIES = ("tensor", "head", "token_head", "group")
 
 
 def read_target(root: Node, file_stem: str) -> Target:
@@ -58,10 +55,6 @@ def read_target(root: Node, file_stem: str) -> Target:
     )
 
 
-def read_precisions(root: Node) -> dict[str, Precision]:
-    return {name: _precision(name, node) for name, node in root.entries().items()}
-
-
 def _device(name: str, node: Node, elements: set[str]) -> Device:
     keys = node.fields(("sm_count", "memory_gb_per_s", "peak_tflops"))
     peaks = {}
@@ -101,49 +94,3 @@ def read_opcodes(node: Node) -> tuple[str, ...]:
         if not re.fullmatch(r"[A-Z][A-Z0-9]*(\.[A-Z0-9]+)*", opcode):
             raise node.error(f"{node.name}: {opcode!r} is no SASS opcode such as HGMMA or UTCOMMA.4X")
     return opcodes
-
-
-def _precision(name: str, node: Node) -> Precision:
-    keys = node.fields(
-        ("summary", "element", "bits", "storage", "compute", "query", "output"), optional=("packed", "scale")
-    )
-    bits = keys["bits"].integer(minimum=1)
-    storage = keys["storage"].string(STORAGE_BITS)
-    packed = keys["packed"].integer(minimum=2) if "packed" in keys else 1
-    if bits * packed != STORAGE_BITS[storage]:
-        raise keys["bits"].error(f"{packed} x {bits} bits do not fill one {storage} of {STORAGE_BITS[storage]} bits")
-    return Precision(
-        name=name,
-        summary=keys["summary"].string(),
-        element=keys["element"].string(),
-        bits=bits,
-        storage=storage,
-        packed=packed,
-        scale=_scale(keys["scale"]) if "scale" in keys else None,
-        compute=keys["compute"].strings(),
-        query=_dtypes(keys["query"]),
-        output=keys["output"].string(("bfloat16", "float32")),
-        where=node.where,
-        compute_where=keys["compute"].where,
-    )
-
-
-def _dtypes(node: Node) -> tuple[str, ...]:
-    dtypes = node.strings(STORAGE_BITS)
-    if not dtypes:
-        raise node.error(f"{node.name} must name at least one dtype")
-    return dtypes
-
-
-def _scale(node: Node) -> Scale:
-    keys = node.fields(("dtype", "per"), optional=("group", "global_dtype"))
-    per = keys["per"].strings(SCALE_GRANULARITIES)
-    if ("group" in per) != ("group" in keys):
-        raise keys["per"].error(f"{node.name}.group must be given exactly when scales are kept per group")
-    return Scale(
-        dtype=keys["dtype"].string(STORAGE_BITS),
-        per=per,
-        group=keys["group"].integer(minimum=2) if "group" in keys else 0,
-        global_dtype=keys["global_dtype"].string(("float32",)) if "global_dtype" in keys else None,
-        where=node.where,
-    )

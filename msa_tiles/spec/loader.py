@@ -7,8 +7,9 @@ from pathlib import Path
 
 from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
-from msa_tiles.spec.hardware import read_precisions, read_target
-from msa_tiles.spec.model import WIDE_ELEMENTS, KernelRow, Operator, Precision, Specs, Target, frozen
+from msa_tiles.spec.hardware import read_target
+from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, frozen
+from msa_tiles.spec.precisions import read_precisions
 from msa_tiles.spec.source import Location, SpecError, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
 
@@ -20,15 +21,20 @@ def load(specs_dir: Path) -> Specs:
     """
     target_files = _yaml_files(specs_dir / "targets")
     operator_files = _yaml_files(specs_dir / "operators")
+    formats, precisions = read_precisions(read(specs_dir / "precisions.yaml"))
     return link(
         targets={path.stem: read_target(read(path), path.stem) for path in target_files},
-        precisions=read_precisions(read(specs_dir / "precisions.yaml")),
+        formats=formats,
+        precisions=precisions,
         operators={path.stem: read_operator(read(path), path.stem) for path in operator_files},
     )
 
 
 def link(
-    targets: Mapping[str, Target], precisions: Mapping[str, Precision], operators: Mapping[str, Operator]
+    targets: Mapping[str, Target],
+    formats: Mapping[str, Format],
+    precisions: Mapping[str, Precision],
+    operators: Mapping[str, Operator],
 ) -> Specs:
     """Join what the files declare, and check that they agree. Raises SpecError."""
     _check_precisions(precisions, targets)
@@ -36,7 +42,7 @@ def link(
         _check_workloads(operator, precisions)
         _check_tolerance(operator, precisions)
         _check_rows(operator, targets, precisions)
-    return Specs(frozen(targets), frozen(precisions), frozen(operators))
+    return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(operators))
 
 
 def _yaml_files(directory: Path) -> list[Path]:
@@ -46,14 +52,13 @@ def _yaml_files(directory: Path) -> list[Path]:
 
 
 def _check_precisions(precisions: Mapping[str, Precision], targets: Mapping[str, Target]) -> None:
-    """Every element a precision may be multiplied in exists on some target."""
+    """Every element that a precision multiplies exists on some target."""
     known = {element for target in targets.values() for kind in target.mma.values() for element in kind.elements}
     for precision in precisions.values():
-        for element in precision.compute:
-            if element not in known:
-                raise SpecError(
-                    precision.compute_where, f"{precision.name} computes in {element!r}, which no target multiplies"
-                )
+        if precision.multiply not in known:
+            raise SpecError(
+                precision.multiply_where, f"{precision.name} multiplies {precision.multiply!r}, which no target does"
+            )
 
 
 def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) -> None:
@@ -64,7 +69,7 @@ def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) ->
             try:
                 dims = dims_of(operator, workload, point)
                 broken = [rule for rule in operator.rules if not rule(dims)]
-                known = quantities_of(operator, workload, some_precision, point, some_precision.element)
+                known = quantities_of(operator, workload, some_precision, point)
                 for expression in (operator.roofline.flops, operator.roofline.bytes):
                     expression(known)
             except (ExpressionError, KeyError) as error:
@@ -90,30 +95,30 @@ def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) ->
 
 
 def _check_rows(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> None:
-    seen: dict[tuple[str, str, str], KernelRow] = {}
+    seen: dict[str, KernelRow] = {}
     for row in operator.kernels:
-        cell = (row.dsl, row.target, row.precision)
-        if cell in seen:
-            raise SpecError(row.where, f"the cell {'.'.join(cell)} has a row already, on line {seen[cell].where.line}")
-        seen[cell] = row
+        if row.cell in seen:
+            raise SpecError(row.where, f"the cell {row.cell} has a row already, on line {seen[row.cell].where.line}")
+        seen[row.cell] = row
         target = _known(row, "target", targets)
         precision = _known(row, "precision", precisions)
         kind = _known(row, "mma", target.mma)
         for engine in row.copy:
             if engine not in target.copy:
                 raise _at(row, "copy", f"{target.name} has no copy engine {engine!r}; it has {', '.join(target.copy)}")
-        if row.compute not in (*precision.compute, *WIDE_ELEMENTS):
+        compute = row.computes_in(precision)
+        if compute not in kind.elements:
             raise _at(
                 row,
-                "compute",
-                f"{precision.name} cannot be computed in {row.compute!r}: {', '.join(precision.compute)}",
+                "compute" if row.compute else "precision",
+                f"{target.name} {kind.name} cannot compute {compute!r}; it multiplies {', '.join(kind.elements)}",
             )
-        if row.compute not in kind.elements:
-            raise _at(
-                row,
-                "compute",
-                f"{target.name} {kind.name} cannot compute {row.compute!r}; it multiplies {', '.join(kind.elements)}",
-            )
+        for role in operator.roles:
+            if role != "output" and role not in precision.roles:
+                raise _at(row, "precision", f"{precision.name} has no {role}, which {operator.name} reads")
+        for role in row.operands:
+            if role not in operator.roles:
+                raise _at(row, "operands", f"{operator.name} reads no {role}")
         if precision.name not in operator.tolerance:
             raise _at(row, "precision", f"{operator.name} states no tolerance for {precision.name}")
 

@@ -13,7 +13,9 @@ from msa_tiles.spec.source import Location
 DSLS = ("tilelang", "cutedsl")
 WIDE_ELEMENTS = ("float32", "int32")  # every stored element widens to one of them exactly, so no precision lists them
 POSITION_DIMS = ("total_q", "total_k", "num_sequences", "max_blocks")  # they follow from a call's lengths
-SCALE_DTYPE = "precision.scale"  # of tensors that only calls of precisions with scales have
+ROLES = ("query", "key_value", "index_key")  # what a precision names a format for
+_SCALE = ".scale"  # of tensors that only calls have whose format of that role has scales
+EACH_TOKEN = "token_head"  # the granularity of scales that differ from one key of a head to the next
 STRIDES = ("any", "unit_last", "contiguous")
 Point = Mapping[str, int]  # one value for each compile-time dim
 
@@ -82,25 +84,62 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """How tensors are stored, and in which elements they may be multiplied."""
+class Format:
+    """How one tensor is stored."""
 
     name: str
     summary: str
+    group: str  # what people call it: bf16, fp8, nvfp4, fp4
     element: str
     bits: int
     storage: str  # dtype of the tensor that holds the elements
     packed: int  # elements in one value of `storage`
     scale: Scale | None
-    compute: tuple[str, ...]
-    query: tuple[str, ...]  # dtypes a query may have above this storage
-    output: str
+    operand: str  # the device module that loads it, where a row names no other
     where: Location = field(compare=False)
-    compute_where: Location = field(compare=False)
 
-    def query_above(self, compute: str) -> str:
-        """The dtype of queries that are multiplied in `compute` with this storage."""
-        return compute if compute in self.query else self.query[0]
+
+@dataclass(frozen=True)
+class Precision:
+    """A combination of formats for one call, and the element in which they are multiplied."""
+
+    name: str
+    query: Format
+    key_value: Format | None  # None: not for operators that read keys and values
+    index_key: Format | None  # None: not for operators that read index keys
+    multiply: str
+    output: str  # dtype
+    where: Location = field(compare=False)
+    multiply_where: Location = field(compare=False)
+
+    @property
+    def keys(self) -> Format:
+        """The format of keys and values or of index keys; where a precision names both they are the same."""
+        keys = self.key_value or self.index_key
+        assert keys is not None, self.name
+        return keys
+
+    @property
+    def group(self) -> str:
+        """The name under which people look for it: that of its keys."""
+        return self.keys.group
+
+    @property
+    def scale(self) -> Scale | None:
+        """The scales of its keys."""
+        return self.keys.scale
+
+    @property
+    def roles(self) -> Mapping[str, Format]:
+        """The formats by role."""
+        found = {role: getattr(self, role) for role in ROLES}
+        return {role: format for role, format in found.items() if format is not None}
+
+
+def role_of(dtype: str) -> str | None:
+    """The role that a tensor's `precision.<role>` or `precision.<role>.scale` names; None for any other dtype."""
+    name = dtype.removeprefix("precision.").removesuffix(_SCALE)
+    return name if dtype.startswith("precision.") and name in ROLES else None
 
 
 @dataclass(frozen=True)
@@ -118,17 +157,20 @@ class Tensor:
 
     def belongs_to(self, precision: Precision) -> bool:
         """Whether calls of this precision have the tensor."""
-        return self.dtype != SCALE_DTYPE or precision.scale is not None
+        role = role_of(self.dtype)
+        return role is None or not self.dtype.endswith(_SCALE) or precision.roles[role].scale is not None
 
-    def resolve_dtype(self, precision: Precision, compute: str) -> str:
+    def resolve_dtype(self, precision: Precision) -> str:
         if not self.dtype.startswith("precision."):
             return self.dtype
-        if self.dtype == SCALE_DTYPE:
-            assert precision.scale is not None, f"{precision.name} has no {self.name}"
-            return precision.scale.dtype
-        if self.dtype == "precision.query":
-            return precision.query_above(compute)
-        return str(getattr(precision, self.dtype.removeprefix("precision.")))
+        role = role_of(self.dtype)
+        if role is None:
+            return precision.output
+        stored = precision.roles[role]
+        if not self.dtype.endswith(_SCALE):
+            return stored.storage
+        assert stored.scale is not None, f"{precision.name} has no {self.name}"
+        return stored.scale.dtype
 
 
 @dataclass(frozen=True)
@@ -149,7 +191,7 @@ class Variants:
 
     exact: tuple[str, ...]  # a call must have one of the dim's values
     capacity: tuple[str, ...]  # a call's value is rounded up to the next of the dim's values
-    scaled: tuple[str, ...]  # those of the exact dims that only cells of precisions with scales have
+    scaled: tuple[str, ...]  # those of the exact dims that only cells have whose keys may have a scale each
     ci: tuple[Point, ...]  # the M3 shape first, then a set in which every pair of values meets
 
     @property
@@ -170,7 +212,7 @@ class Variants:
 
     def of(self, precision: Precision) -> Variants:
         """What a cell of this precision is compiled for."""
-        if precision.scale is not None or not self.scaled:
+        if not self.scaled or (precision.scale is not None and EACH_TOKEN in precision.scale.per):
             return self
         exact = tuple(name for name in self.exact if name not in self.scaled)
         points = ({name: point[name] for name in (*exact, *self.capacity)} for point in self.ci)
@@ -200,12 +242,14 @@ class Roofline:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel wanted: one cell, one generated file."""
+    """One kernel wanted: one cell. A row of a spec over several targets and precisions becomes several of these."""
 
     dsl: str
     target: str
     precision: str
-    compute: str
+    algorithm: str  # empty where the operator has one
+    compute: str | None  # None: the kernel multiplies as its precision says
+    operands: Mapping[str, str]  # role -> device module, where it is not the one of the role's format
     mma: str
     copy: tuple[str, ...]
     tile: Mapping[str, int]
@@ -218,6 +262,15 @@ class KernelRow:
     ci: str  # pairs | values: which points of the operator's `variants.ci` continuous integration compiles
     where: Location = field(compare=False)
     key_lines: Mapping[str, Location] = field(compare=False)
+
+    @property
+    def cell(self) -> str:
+        """What names it among the kernels of its operator."""
+        return ".".join(filter(None, (self.dsl, self.target, self.precision, self.algorithm)))
+
+    def computes_in(self, precision: Precision) -> str:
+        """The element that the kernel computes on."""
+        return self.compute or precision.multiply
 
 
 @dataclass(frozen=True)
@@ -250,6 +303,16 @@ class Operator:
         yield from self.inputs.values()
         yield from self.outputs.values()
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What of a precision the tensors follow: some of `ROLES`, and `output`."""
+        named = {role_of(t.dtype) or "output" for t in self.tensors if t.dtype.startswith("precision.")}
+        return tuple(role for role in (*ROLES, "output") if role in named)
+
+    def place(self, cell: str) -> int:
+        """Which of the operator's kernels, in the order of the spec, a cell's id names."""
+        return [f"{self.name}.{row.cell}" for row in self.kernels].index(cell)
+
     def values(self, dim: str) -> tuple[int, ...]:
         """The values a compile-time dim is compiled for."""
         found = self.dims[dim]
@@ -260,5 +323,6 @@ class Operator:
 @dataclass(frozen=True)
 class Specs:
     targets: Mapping[str, Target]
+    formats: Mapping[str, Format]
     precisions: Mapping[str, Precision]
     operators: Mapping[str, Operator]

@@ -9,7 +9,7 @@ from msa_tiles.spec.expression import Expression
 from msa_tiles.spec.model import Device, Operator, Point, Precision, Workload
 
 QUANTITIES = ("visible_keys", "visible_blocks", "selected_blocks", "element_bits", "query_bits", "output_bits")
-_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8}
+_BITS = {"bfloat16": 16, "float32": 32}
 
 
 def dims_of(operator: Operator, workload: Workload, point: Point) -> dict[str, int]:
@@ -31,9 +31,7 @@ def dims_of(operator: Operator, workload: Workload, point: Point) -> dict[str, i
     return dims
 
 
-def quantities_of(
-    operator: Operator, workload: Workload, precision: Precision, point: Point, compute: str
-) -> dict[str, int]:
+def quantities_of(operator: Operator, workload: Workload, precision: Precision, point: Point) -> dict[str, int]:
     """Dims, and sums over all queries: visible keys, blocks with a visible key, blocks a query may select.
 
     A query at position p of its request sees p + 1 keys, or every key of the request when the call is not causal.
@@ -47,8 +45,8 @@ def quantities_of(
         known["visible_blocks"] = sum(blocks * queries for blocks, queries in runs)
         if (topk := known.get("topk")) is not None:
             known["selected_blocks"] = sum(min(blocks, topk) * queries for blocks, queries in runs)
-    known["element_bits"] = precision.bits
-    known["query_bits"] = _BITS[precision.query_above(compute)]
+    known["element_bits"] = precision.keys.bits
+    known["query_bits"] = precision.query.bits
     known["output_bits"] = _BITS[precision.output]
     return known
 
@@ -73,7 +71,7 @@ class Work:
 
 def work_of(operator: Operator, workload: Workload, precision: Precision, point: Point, compute: str) -> Work:
     """The work of one workload, from the operator's roofline."""
-    known = quantities_of(operator, workload, precision, point, compute)
+    known = quantities_of(operator, workload, precision, point)
     return Work(operator.roofline.flops(known), operator.roofline.bytes(known), compute)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from msa_tiles.runtime.compiler import variant_text
 from msa_tiles.runtime.registry import Cell
-from msa_tiles.spec import Operator, Specs, Workload, dims_of
+from msa_tiles.spec import Operator, Precision, Specs, Workload, dims_of
 
 
 class Disagreement(AssertionError):
@@ -20,6 +22,7 @@ class Case:
 
     cell: Cell
     operator: Operator
+    precision: Precision
     workload: Workload
     point: Mapping[str, int]
     score_tolerance: float  # largest error that the precision's scores may have, for operators that rank them
@@ -34,22 +37,26 @@ class Case:
         """Every dim of the call, the operator's own names."""
         return dims_of(self.operator, self.workload, self.point)
 
+    def dtype(self, role: str) -> torch.dtype:
+        """What tensors of a role are stored in: `query`, `key_value` or `index_key`."""
+        return getattr(torch, self.precision.roles[role].storage)
+
     @property
     def tolerance(self) -> Mapping[str, float]:
         """Output name -> largest absolute error ever accepted."""
-        return self.operator.tolerance[self.cell.precision]
+        return self.operator.tolerance[self.precision.name]
 
 
 def cases(cell: Cell, specs: Specs) -> list[Case]:
     """The cases of a cell, the small workloads first."""
-    operator = specs.operators[cell.op]
-    variants = operator.variants.of(specs.precisions[cell.precision])
+    operator, precision = specs.operators[cell.op], specs.precisions[cell.precision]
+    variants = operator.variants.of(precision)
     points = variants.ci
     # The M3 shape, in all its kinds of scales.
     shape = [name for name in variants.names if name not in variants.scaled]
     m3 = [point for point in points if all(point[name] == points[0][name] for name in shape)]
     found = [
-        Case(cell, operator, workload, point, _score_tolerance(cell, specs))
+        Case(cell, operator, precision, workload, point, _score_tolerance(cell, specs))
         for workload in operator.verify
         for point in (points if workload.points == "ci" else m3)
     ]

@@ -13,7 +13,6 @@ from torch import Tensor
 from msa_tiles.verify.cases import Disagreement
 
 POISON_INT = -0x5A5A5A5A
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # of stored values, by precision
 _ALIGNED = 16  # bytes: a kernel's vector loads and TMA boxes want strides of this unit
 
 

@@ -21,7 +21,7 @@ from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, tr
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
-from msa_tiles.verify.inputs import DTYPES, Buffer, Lengths, Source, paged, paged_scales, spread
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, paged_scales, spread
 
 TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
 
@@ -176,9 +176,9 @@ class SelectBlocks:
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.exact = case.dims, case, source.integers
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
-        dtype = DTYPES[case.cell.precision]
-        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), dtype)
-        keys = source.values((dims["total_k"], dims["head_dim"]), dtype)
+        queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
+        self.idx_q = source.values(queries, case.dtype("query"))
+        keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
         self.where, (self.idx_k,) = placed(
             source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
         )
@@ -186,8 +186,8 @@ class SelectBlocks:
             self.idx_q = spread(self.idx_q)
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
-        quantised = case.cell.precision == "fp8"
-        self.scales: dict[str, Any] = scales_of_index(source, dims, self.lengths, strided) if quantised else {}
+        scaled = case.precision.scale is not None
+        self.scales: dict[str, Any] = scales_of_index(source, dims, self.lengths, strided) if scaled else {}
         self.options: dict[str, Any] = {
             **self.where,
             **self.scales,

@@ -76,7 +76,7 @@ def test_points_of_the_roofline_are_work_by_time():
     assert point.intensity == pytest.approx(flops / moved)
     assert point.tflops == pytest.approx(989.4 / 2, rel=1e-6)
     assert point.share(cases.device_of(H100)) == pytest.approx(0.5)
-    assert points["select_blocks", "cutedsl", "fp8"].tflops == pytest.approx(1978.9 / 1.6, rel=1e-6)
+    assert points["select_blocks", "cutedsl", "q8k8"].tflops == pytest.approx(1978.9 / 1.6, rel=1e-6)
     ops = {op for op, _, _ in points}
     assert "build_schedule" not in ops, "it multiplies nothing"
     assert not ops & {"prefill", "msa_decode"}, "several kernels have several rooflines"

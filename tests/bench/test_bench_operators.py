@@ -59,7 +59,7 @@ def test_ours_and_torch_baselines_pass_their_own_checks(small, op):
 
 
 def test_select_blocks_on_fp8(small):
-    bench = small("select_blocks", "fp8")
+    bench = small("select_blocks", "q8k8")
     made = bench.make(0)
     assert made.idx_q.dtype == made.idx_k.dtype == torch.float8_e4m3fn
     assert made.idx_q.nbytes + made.idx_k.nbytes == bench.bytes_per_set

@@ -45,7 +45,7 @@ def test_operators_without_a_case_are_left_out():
             (["combine"], ["prefill_32k_u"], []),
             "--cases prefill_32k_u is unknown to these operators; they have prefill_4k",
         ),
-        ((["combine"], [], ["fp8"]), "--precision fp8 is unknown to these operators; they have bf16"),
+        ((["combine"], [], ["fp8"]), "--precision: unknown precision 'fp8'; known: bf16"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(arguments, complaint):
@@ -114,10 +114,10 @@ def test_peers_are_chosen():
 
 def test_without_a_kernel_nothing_is_prepared():
     prepared = []
-    outcomes, said = run(job(prepare=prepared.append, parts=("select_blocks", "combine"), precision="mxfp8"))
+    outcomes, said = run(job(prepare=prepared.append, parts=("sparse_attention", "combine"), precision="q8k8"))
     [done] = outcomes
     assert not done.rows and not prepared and not done.failures
-    assert done.skipped == "no tilelang kernel of select_blocks, combine for sm90, mxfp8"
+    assert done.skipped == "no tilelang kernel of sparse_attention for sm90, q8k8"
     assert f"  skipped: {done.skipped}" in said
 
 

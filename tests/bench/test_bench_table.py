@@ -28,11 +28,11 @@ def test_both_dsls_the_best_peer_and_the_floor_of_the_faster_one():
         "op": "sparse_attention",
         "case": "prefill_32k_u",
         "prec": "bf16",
-        "tilelang ms": "8.1000",
-        "cutedsl ms": "5.4000",
-        "best peer ms": "16.20 vllm",
+        "tilelang": "8.1000",
+        "cutedsl": "5.4000",
+        "best peer": "16.20 vllm",
         "ratio": "3.00x",
-        "floor ms": "2.1575",
+        "floor": "2.1575",
         "of floor": "40%",
         "gate": "2.5x stretch met (3.00)",
     }
@@ -40,7 +40,7 @@ def test_both_dsls_the_best_peer_and_the_floor_of_the_faster_one():
 
 def test_what_was_not_measured_is_not_filled_in():
     shown = line(row("combine", "prefill_4k", "cutedsl", baselines={}, floor_ms=None))
-    assert [shown[name] for name in ("tilelang ms", "best peer ms", "ratio", "floor ms", "of floor", "gate")] == [
+    assert [shown[name] for name in ("tilelang", "best peer", "ratio", "floor", "of floor", "gate")] == [
         "-", "-", "-", "-", "-", "",
     ]  # fmt: skip
 
@@ -51,17 +51,17 @@ def test_the_ratio_is_of_one_run():
         row("combine", "prefill_4k", ms=2.0, baselines={"torch": 3.0}),
         row("combine", "prefill_4k", "cutedsl", ms=1.0, baselines={"torch": 5.0}),
     )
-    assert (shown["best peer ms"], shown["ratio"]) == ("5.0000 torch", "5.00x")
+    assert (shown["best peer"], shown["ratio"]) == ("5.0000 torch", "5.00x")
 
 
 def test_the_latest_row_of_a_case_counts():
-    assert line(row("combine", "prefill_4k", ms=1.0), row("combine", "prefill_4k", ms=3.0))["tilelang ms"] == "3.0000"
+    assert line(row("combine", "prefill_4k", ms=1.0), row("combine", "prefill_4k", ms=3.0))["tilelang"] == "3.0000"
 
 
 def test_stale_figures_are_marked_and_never_stand_for_the_kernel():
     old, new = row("combine", "prefill_4k", ms=1.0, digest="old"), row("combine", "prefill_4k", "cutedsl", ms=2.0)
     shown = line(old, new | {"baselines": {"torch": 8.0}})
-    assert (shown["tilelang ms"], shown["cutedsl ms"], shown["ratio"]) == ("1.0000*", "2.0000", "4.00x")
+    assert (shown["tilelang"], shown["cutedsl"], shown["ratio"]) == ("1.0000*", "2.0000", "4.00x")
     assert table.STALE_LEGEND in table.legend(table.lines([old, new], NOW))
     assert table.STALE_LEGEND not in table.legend(table.lines([new], NOW))
     gated = line(row("topk_select", "prefill_128k_u", digest="old", ms=1.0, baselines={"torch": 17.0}))

@@ -42,7 +42,7 @@ def scale(width: int):
 
 
 def test_the_other_branch(toy: Toy) -> None:
-    toy.edit(toy.operator, "compute: float32", "compute: bfloat16")
+    toy.edit(toy.operator, "    compute: float32\n", "")
     toy.edit(toy.skeleton, "UNKNOWN = 1  # <- tile.of_another_branch\n", "")
     assert 'ACCUMULATOR = "bfloat16"' in toy.text()
     assert 'ACCUMULATOR = "float32"' not in toy.text()
@@ -52,7 +52,7 @@ def test_a_conditional_line(toy: Toy) -> None:
     toy.edit(
         toy.skeleton,
         "SMS = 1",
-        "GONE = 1  # % if plan.compute == 'int8'\nKEPT = 1  # % if precision.bits == 16\nSMS = 1",
+        "GONE = 1  # % if plan.compute == 'int8'\nKEPT = 1  # % if precision.keys.bits == 16\nSMS = 1",
     )
     toy.edit(toy.skeleton, "UNROLL: int", "LAST = 1  # % if not precision.scale\n\n\nUNROLL: int")
     text = toy.text()

@@ -16,7 +16,7 @@ import pytest
 
 from msa_tiles import codegen, paths, spec
 from msa_tiles.cli import main
-from msa_tiles.codegen.digest import recorded_digest
+from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.toolchain import PINS
 
@@ -73,14 +73,14 @@ def test_generated_files_and_skeletons_are_linted_and_formatted(tool: list[str],
 
 @pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
 def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
-    text = GENERATED.files[plan.file]
+    text = GENERATED.files[GENERATED.paths[plan.cell]]
     (cell,) = (cell for cell in GENERATED.index["cells"] if cell["id"] == plan.cell)
-    assert recorded_digest(text) == cell["digest"] == codegen.digest_of(text, plan.dsl)
+    assert recorded_digests(text)[plan.cell] == cell["digest"] == codegen.digest_of(text, plan.dsl)
     assert "# <-" not in text
     assert "# %" not in text
     operator = SPECS.operators[plan.op]
     points = operator.variants.of(SPECS.precisions[plan.precision]).ci
-    (row,) = (row for row in operator.kernels if row.where == plan.where)
+    (row,) = (row for row in operator.kernels if f"{plan.op}.{row.cell}" == plan.cell)
     if row.ci == "pairs":
         assert plan.ci == points
     else:
@@ -91,7 +91,7 @@ def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
 
 
 def test_a_precision_without_scales_has_no_part_in_them() -> None:
-    plain, scaled = (GENERATED.files[f"tilelang/sm90/select_blocks_{name}.py"] for name in ("bf16", "fp8"))
+    plain, scaled = (GENERATED.files[f"tilelang/sm90/select_blocks_{name}.py"] for name in ("bf16", "q8k8"))
     for word in ("q_scale", "k_scale", "key_scales"):
         assert word not in plain and word in scaled
     assert re.search(r"^#   idx_q +\[total_q, num_index_heads, head_dim\] +float8_e4m3fn ", scaled, re.MULTILINE)
@@ -109,13 +109,13 @@ def test_another_toolchain_is_another_digest(dsl: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
 def test_the_digest_covers_the_helpers(plan: codegen.KernelPlan, tmp_path: Path) -> None:
-    text = GENERATED.files[plan.file]
+    text = GENERATED.files[GENERATED.paths[plan.cell]]
     imported = re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}\.(?!operands)(\w+) import", text, re.MULTILINE)
     for folder, names in re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}(\.operands)? import (.+)", text, re.MULTILINE):
         imported += [folder.replace(".", "") + "/" * bool(folder) + name.split()[0] for name in names.split(",")]
     package = tmp_path / "msa_tiles"
     shutil.copytree(Path(codegen.__file__).parents[1] / "dsl", package / "dsl")
-    assert codegen.digest_of(text, plan.dsl, package) == recorded_digest(text)
+    assert codegen.digest_of(text, plan.dsl, package) == recorded_digests(text)[plan.cell]
     assert imported or "msa_tiles.dsl" not in text
     for name in imported:
         helper = package / "dsl" / plan.dsl / f"{name}.py"
@@ -166,18 +166,21 @@ class TestCommand:
     def test_writes_then_checks(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path)]) == 0
         count = len(GENERATED.plans)
-        assert f"{count} kernels, {count + 1} files written, 0 unchanged" in capsys.readouterr().out
+        files = len(set(GENERATED.paths.values()))
+        assert files < count
+        assert f"{count} kernels, {files + 1} files written, 0 unchanged" in capsys.readouterr().out
         assert main(["generate", "--out", str(tmp_path), "--check"]) == 0
         assert f"{count} kernels are what their specs say" in capsys.readouterr().out
 
     def test_check_fails_on_drift(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["generate", "--out", str(tmp_path)])
-        changed = tmp_path / GENERATED.plans[0].file
+        path = GENERATED.paths[GENERATED.plans[0].cell]
+        changed = tmp_path / path
         changed.write_text(changed.read_text() + "# by hand\n")
         (tmp_path / "tilelang" / "left_over.py").write_text("")
         assert main(["generate", "--out", str(tmp_path), "--check"]) == 1
         complaints = capsys.readouterr().err
-        assert f"{GENERATED.plans[0].file} does not match its own digest" in complaints
+        assert f"{path} does not match its own digest" in complaints
         assert "tilelang/left_over.py is an orphan" in complaints
         assert changed.read_text().endswith("# by hand\n")
 

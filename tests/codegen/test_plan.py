@@ -46,8 +46,7 @@ def test_dims_that_only_precisions_with_scales_have(toy: Toy) -> None:
     assert list(only.ci) == list(only.points()) == [{"width": 64}, {"width": 128}]
     assert "row_scales" not in toy.text()
     variants = specs.operators["scale"].variants
-    scaled = replace(specs.precisions["bf16"], scale=object())
-    assert variants.of(scaled) is variants
+    assert variants.of(specs.precisions["q16kv8"]) is variants
 
 
 def test_a_legal_variant(plan: KernelPlan, target: Target) -> None:
@@ -113,7 +112,7 @@ def test_a_formula_that_divides_by_zero(toy: Toy) -> None:
     ("selection", "held"),
     [
         (Selection(), True),
-        (Selection(ops=["scale"], precisions=["bf16", "fp8"]), True),
+        (Selection(ops=["scale"], precisions=["bf16", "q16kv8"]), True),
         (Selection(targets=["sm90"]), False),
         (Selection(ops=["combine"]), False),
         (Selection(dsls=["cutedsl"]), False),

@@ -134,9 +134,15 @@ def test_the_index(written: Toy) -> None:
     (cell,) = index["cells"]
     digest = cell.pop("digest")
     assert f"digest: {digest}\n" in (OUT / KERNEL).read_text()
-    assert index["format"] == 1
+    assert index["format"] == 2
     assert index["targets"]["toy"]["arch"] == "sm_70"
-    assert index["precisions"]["bf16"]["storage"] == "bfloat16"
+    assert index["formats"]["bytes"]["scale"]["per"] == ["token_head"]
+    assert index["precisions"]["q16kv8"] == {
+        "query": "bf16",
+        "key_value": "bytes",
+        "multiply": "bfloat16",
+        "output": "bfloat16",
+    }
     workloads = cell.pop("workloads")
     assert workloads["verify"] == [
         {
@@ -156,6 +162,9 @@ def test_the_index(written: Toy) -> None:
         "dsl": "tilelang",
         "target": "toy",
         "precision": "bf16",
+        "algorithm": "",
+        "reads": ["key_value", "output"],
+        "operands": {"key_value": "plain"},
         "mma": "simt",
         "compute": "float32",
         "file": KERNEL,

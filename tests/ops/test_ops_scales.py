@@ -205,7 +205,7 @@ def test_kernels_get_the_scales_that_can_change_a_ranking(num_kv_heads, base, fo
         arguments = fp8("select_blocks", base, q_shape, k_shape) | {"num_kv_heads": num_kv_heads, "order": "score"}
         wanted = ops.select_blocks(**arguments, backend="reference")
         assert torch.equal(ops.select_blocks(**arguments), wanted)
-        assert (found[-1].precision, found[-1].variant["key_scales"]) == ("fp8", int(k_shape == "keys"))
+        assert (found[-1].precision, found[-1].variant["key_scales"]) == ("q8k8", int(k_shape == "keys"))
 
 
 def test_a_shard_of_fp8_keys(found):
@@ -216,7 +216,7 @@ def test_a_shard_of_fp8_keys(found):
 
 def test_only_cells_of_fp8_are_compiled_for_scales_of_keys():
     cells = {cell.precision: cell for cell in default_registry().select("select_blocks", "tilelang")}
-    assert "key_scales" not in cells["bf16"].variants and cells["fp8"].variants["key_scales"] == (0, 1)
+    assert "key_scales" not in cells["bf16"].variants and cells["q8k8"].variants["key_scales"] == (0, 1)
     assert len(cells["bf16"].ci) == 20 and all("key_scales" not in point for point in cells["bf16"].ci)
 
 
@@ -225,9 +225,9 @@ def test_operators_without_fp8_kernels_say_so():
     device = target_facts(registry.targets["sm90"])
     for op, refused in (("index_score", True), ("decode_score", True), ("select_blocks", False)):
         variant = {**registry.of(op)[0].ci[0], "key_scales": 1}
-        decision = dispatch.decide(dispatch.CallFacts(op, torch.device("cuda"), "fp8", variant), device, registry)
+        decision = dispatch.decide(dispatch.CallFacts(op, torch.device("cuda"), "q8k8", variant), device, registry)
         assert (decision.chosen is None) == refused
-        assert f"{op}.tilelang.sm90.bf16: it takes bf16, the call is fp8" in decision.complaint()
+        assert f"{op}.tilelang.sm90.bf16: it takes bf16, the call is q8k8" in decision.complaint()
 
 
 def test_traced():

@@ -27,7 +27,7 @@ def normal(*shape: int) -> torch.Tensor:
 def test_values_are_rounded_once_and_use_the_whole_range(shape, per):
     values = normal(*shape) * torch.rand(shape[:-1])[..., None] * 100
     made = quantize_fp8(values.to(torch.float64), per)
-    assert made.data.dtype == FP8 and made.format == "fp8"
+    assert made.data.dtype == FP8 and made.format == "e4m3"
     assert made.scale.dtype == torch.float32 and made.scale.shape == SCALES[shape][per]
     assert scale_per(made.scale, shape) == per
     kept = {"tensor": (), "head": (1,), "token_head": tuple(range(len(shape) - 1))}[per]
@@ -86,12 +86,12 @@ def test_dequantize_takes_what_operators_take():
         (
             lambda: QuantizedTensor(normal(3, 8).to(torch.float8_e5m2), torch.ones(())),
             TypeError,
-            "data: got dtype torch.float8_e5m2; wanted torch.float8_e4m3fn for 'fp8'",
+            "data: got dtype torch.float8_e5m2; wanted torch.float8_e4m3fn for 'e4m3'",
         ),
         (
             lambda: QuantizedTensor(normal(3, 8).to(FP8), torch.ones(()), "int8"),
             ValueError,
-            "format: got 'int8'; wanted one of 'fp8'",
+            "format: got 'int8'; wanted one of 'e4m3'",
         ),
         (lambda: QuantizedTensor(normal(3, 8).to(FP8), torch.ones(3).double()), TypeError, "scale: got dtype"),
         (lambda: QuantizedTensor(normal(3, 8).to(FP8), torch.ones(8)), ValueError, "wanted one of [], [3]"),

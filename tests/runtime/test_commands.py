@@ -44,8 +44,9 @@ def support(capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_support_prints_an_object_for_each_cell(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
     row = support(capsys)
-    assert list(row) == ["op", "dsl", "target", "precision", "status", "flags", "file", "digest"]
-    assert (row["op"], row["dsl"], row["target"], row["precision"]) == ("scale_rows", "tilelang", "sm90", "bf16")
+    wanted = ["op", "dsl", "target", "precision", "group", "algorithm", "status", "flags", "file", "digest"]
+    assert list(row) == wanted
+    assert [row[name] for name in wanted[:6]] == ["scale_rows", "tilelang", "sm90", "bf16", "bf16", ""]
     assert (row["status"], row["flags"]) == ("generated", ["generated"])
     assert (generated / row["file"]).exists()
 
@@ -135,7 +136,7 @@ def test_explain_shows_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (("--variant", "width=96"), "refuses: width is 96, wanted one of 64, 128"),
-        (("--precision", "fp8"), "refuses: it takes bf16, the call is fp8"),
+        (("--precision", "q8k8"), "refuses: it takes bf16, the call is q8k8"),
         (("--feature", "paged"), "refuses: it does not serve paged (rows in pages of a pool)"),
         (("--backend", "cutedsl"), "refuses: it is a tilelang kernel"),
         (("--device", "cpu"), "refuses: it is for sm90, the call is on cpu (no GPU)"),

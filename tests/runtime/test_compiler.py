@@ -212,8 +212,10 @@ def test_an_index_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index\.json cannot be read .*; run `msa-tiles generate`"):
         Registry.read(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 99, "cells": []}))
-    with pytest.raises(ValueError, match="has not format 1"):
+    with pytest.raises(ValueError, match="has not format 2"):
         Registry.read(tmp_path)
-    (tmp_path / "index.json").write_text(json.dumps({"format": 1, "cells": [{}], "targets": {}, "precisions": {}}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({"format": 2, "cells": [{}], "targets": {}, "formats": {}, "precisions": {}})
+    )
     with pytest.raises(ValueError, match="lacks or misstates 'id'"):
         Registry.read(tmp_path)

@@ -43,7 +43,7 @@ def test_dims_that_are_no_variant_of_a_cell_do_not_matter(cell: Cell) -> None:
         ({"variant": {"width": 96, "capacity": 4}}, H100, "auto", "width is 96, wanted one of 64, 128"),
         ({"variant": {"width": 64, "capacity": 9}}, H100, "auto", "capacity is 9, wanted at most 8"),
         ({"variant": {"width": 64}}, H100, "auto", "the call does not say capacity"),
-        ({"precision": "fp8"}, H100, "auto", "it takes bf16, the call is fp8"),
+        ({"precision": "q8k8"}, H100, "auto", "it takes bf16, the call is q8k8"),
         ({"features": frozenset({"paged"})}, H100, "auto", "it does not serve paged (rows in pages of a pool)"),
         ({"features": frozenset({"odd"})}, H100, "auto", "it does not serve odd"),
         ({"refusals": ("x has 2^31 rows",)}, H100, "auto", "x has 2^31 rows"),
@@ -120,7 +120,7 @@ def test_whether_a_call_is_served_is_known_without_compiling(
     assert len(asked) == 1
     assert not serves("scale_rows", call(), "cutedsl")
     assert serves("scale_rows", call(), "cutedsl", helper=True)
-    assert not serves("scale_rows", call(precision="fp8"))
+    assert not serves("scale_rows", call(precision="q8k8"))
 
 
 def test_no_kernel_error_lists_every_candidate(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

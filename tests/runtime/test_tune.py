@@ -80,9 +80,9 @@ def test_what_a_call_reads_is_what_its_roofline_says() -> None:
     [cell, _] = default_registry().select(op="sparse_decode", target="sm90")
     operator = specs.operators["sparse_decode"]
     [workload] = [workload for workload in operator.bench if workload.label == "decode_128k_b1"]
-    case = Case(cell, operator, workload, operator.m3, 0.0)
+    case = Case(cell, operator, specs.precisions["bf16"], workload, operator.m3, 0.0)
     # Sixteen blocks of 128 keys and values for each of four KV heads, not the 128K keys that are there.
-    assert 4 * 16 * 128 * 2 * 256 <= tune._bytes_read(case, specs) < 4 * 17 * 128 * 2 * 256
+    assert 4 * 16 * 128 * 2 * 256 <= tune._bytes_read(case) < 4 * 17 * 128 * 2 * 256
 
 
 @pytest.mark.parametrize("op", ["build_schedule", "split_selection"])

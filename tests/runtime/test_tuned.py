@@ -50,13 +50,13 @@ def test_a_kernel_that_was_never_timed_comes_last() -> None:
 
 
 def test_the_nearest_size_decides() -> None:
-    figures = [figure(8, 1.0, 2.0), figure(32768, 2.0, 1.0), figure(1 << 20, 1.0, 2.0, op="another")]
-    asked = {queries: tuned.nearest(figures, CELL.op, CELL.target, CELL.precision, tuned.bucket(queries)) for queries in
+    figures = [figure(8, 1.0, 2.0), figure(32768, 2.0, 1.0), figure(1 << 20, 1.0, 2.0, ms={"another": 1.0})]
+    asked = {queries: tuned.nearest(figures, [CELL.id], tuned.bucket(queries)) for queries in
              (1, 100, 5000, 1 << 20)}  # fmt: skip
     assert {queries: found.queries for queries, found in asked.items() if found} == {
         1: 8, 100: 8, 5000: 32768, 1 << 20: 32768,
     }  # fmt: skip
-    assert tuned.nearest(figures, CELL.op, "another", CELL.precision, 1) is None
+    assert tuned.nearest(figures, ["one that was never timed"], 1) is None
 
 
 def test_a_new_measurement_replaces_the_old_one(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from msa_tiles import reference
 from msa_tiles.call.scales import Indexer, kernel_scales
 from msa_tiles.call.where import Where
 from msa_tiles.launch import places
+from msa_tiles.quant import FP8
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
-from msa_tiles.verify.inputs import DTYPES, Buffer, Lengths, Source, spread
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
 from msa_tiles.verify.operators import placed, scales_of_index
 
 TOKEN_MAJOR = (1, 0, 2)
@@ -215,14 +216,15 @@ def select_blocks(
 ) -> None:
     """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
     assert call.values == "integer"
-    idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim, dtype=DTYPES[precision])
-    keys = call.tensor(call.total_k, head_dim, dtype=DTYPES[precision])
+    dtype = FP8 if precision == "q8k8" else torch.bfloat16
+    idx_q = call.tensor(call.total_q, heads * heads_per_group, head_dim, dtype=dtype)
+    keys = call.tensor(call.total_k, head_dim, dtype=dtype)
     at, (idx_k,), where = call.place(block_size, keys)
     out = call.output((heads, call.total_q, k), torch.int32)
     variant = {"head_dim": head_dim, "block_size": block_size, "topk": topk, "heads_per_group": heads_per_group}
     variant["pages_per_block"] = call.pages_per_block
     scales: dict[str, Tensor] = {}
-    if precision == "fp8":
+    if dtype == FP8:
         variant |= scaled
         sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
         scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
@@ -247,8 +249,8 @@ def select_blocks(
     compare.same("out", out.view, wanted)
 
 
-def select_blocks_fp8(call: Call, **arguments: int) -> None:
-    select_blocks(call, precision="fp8", **arguments)  # type: ignore[arg-type]
+def select_blocks_q8k8(call: Call, **arguments: int) -> None:
+    select_blocks(call, precision="q8k8", **arguments)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -70,7 +70,7 @@ def test_what_wgmma_does_not_take(kernel: Any, message: str) -> None:
 
 def copy_of_the_kernel(directory: Path, *replacements: tuple[str, str]) -> Any:
     """`select_blocks` of a copy of the generated FP8 kernel with pieces of text replaced."""
-    (cell,) = default_registry().select("select_blocks", "tilelang", precision="fp8")
+    (cell,) = default_registry().select("select_blocks", "tilelang", precision="q8k8")
     text = cell.file.read_text()
     for old, new in replacements:
         assert text.count(old) >= 1, f"{old!r} is not in {cell.file.name}"
@@ -121,7 +121,7 @@ def test_a_fault_of_the_kernel_is_caught(fault: str, tmp_path: Path, monkeypatch
 
     def run(seed: int) -> None:
         call = Call([(130, 900), (3, 90)], seed=seed, values="integer", strided=True)
-        simulated_calls.select_blocks_fp8(call, **arguments)
+        simulated_calls.select_blocks_q8k8(call, **arguments)
 
     run(0)
     function = copy_of_the_kernel(tmp_path, *replacements)(**variant, pages_per_block=0)

@@ -288,7 +288,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
     },
-    "select_blocks_fp8": {
+    "select_blocks_q8k8": {
         "mixed": (
             {"sequences": MIXED, "seed": 1, "values": "integer"},
             {"head_dim": 64, "block_size": 64, "topk": 8, "k": 3, "heads_per_group": 2, "key_scales": 1},

@@ -30,16 +30,16 @@ MISTAKES = {
     "unknown key":
         (ATTENTION, "summary:", "sumary: x\nsummary:", 0, "unknown key 'sumary' in the file; did you mean 'summary'"),
     "unknown key of a row":
-        (ATTENTION, "    compute: bfloat16", "    colour: red", 0, r"unknown key 'colour' in kernels\[0\]"),
+        (ATTENTION, "    mma: wgmma", "    colour: red", 0, r"unknown key 'colour' in kernels\[0\]"),
     "duplicate key":
         (ATTENTION, "reference:", "reference: a\nreference:", 1, "duplicate key 'reference'.* it is first on line 3"),
     "duplicate key of a flow mapping":
         (TOPK, "{topk: 8}", "{topk: 8, topk: 8}", 0, "duplicate key 'topk'"),
-    "missing key": (ATTENTION, "    compute: bfloat16\n", "", -3, r"kernels\[0\] lacks the key 'compute'"),
+    "missing key": (ATTENTION, "    mma: wgmma\n", "", -3, r"kernels\[0\] lacks the key 'mma'"),
     "mapping wanted": (ATTENTION, "  bf16: {out: 0.03, lse: 0.005}", "  bf16: 3", 0, "must be a mapping"),
     "list wanted": (ATTENTION, "    copy: [tma_load, tma_store]", "    copy: tma_load", 0, "must be a list"),
-    "single value wanted": (ATTENTION, "    compute: bfloat16", "    compute: [a]", 0, "must be a single value"),
-    "text wanted": (ATTENTION, "    compute: bfloat16", "    compute: 3", 0, "compute must be text, not 3"),
+    "single value wanted": (ATTENTION, "    mma: wgmma", "    mma: [a]", 0, "must be a single value"),
+    "text wanted": (ATTENTION, "    mma: wgmma", "    mma: 3", 0, "mma must be text, not 3"),
     "integer wanted": (ATTENTION, "topk: 16}", "topk: many}", 0, "topk must be an integer, not 'many'"),
     "bool is no integer": (ATTENTION, "topk: 16}", "topk: true}", 0, "topk must be an integer, not True"),
     "number too small": (ATTENTION, "topk: 16}", "topk: 0}", 0, "topk is 0; it must be at least 1"),
@@ -92,16 +92,33 @@ MISTAKES = {
     "scales of a dim that is none":
         (SELECT, "scaled: [key_scales]", "scaled: [topk]", 0, "scaled.* 'topk'; it must be one of head_dim"),
     "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
-    "unknown target": (ATTENTION, "target: sm90", "target: sm91", 0, "unknown target 'sm91'; known: sm100, sm90"),
-    "unknown precision": (ATTENTION, "precision: bf16", "precision: int4", 0, "unknown precision 'int4'"),
+    "unknown target": (ATTENTION, "targets: [sm90]", "targets: [sm91]", 0, "unknown target 'sm91'; known: sm100, sm90"),
+    "unknown precision": (ATTENTION, "precisions: [bf16]", "precisions: [int4]", 0, "unknown precision 'int4'"),
     "unknown mma kind": (ATTENTION, "mma: wgmma", "mma: tcgen05", 0, "unknown mma 'tcgen05'; known: wgmma, simt"),
     "unknown copy engine": (ATTENTION, "[tma_load, tma_store]", "[tensor_memory]", 0, "sm90 has no copy engine"),
     "precision the target cannot compute":
-        (ATTENTION, "precision: bf16\n    compute: bfloat16", "precision: nvfp4\n    compute: nvfp4", 1,
-         "sm90 wgmma cannot compute 'nvfp4'; it multiplies bfloat16, float8_e4m3fn"),
-    "precision that is never so computed":
-        (ATTENTION, "compute: bfloat16", "compute: float8_e4m3fn", 0, "bf16 cannot be computed in 'float8_e4m3fn'"),
-    "no tolerance": (ATTENTION, "precision: bf16", "precision: fp8", 0, "states no tolerance for fp8"),
+        (ATTENTION, "    mma: wgmma", "    mma: simt", -1,
+         "sm90 simt cannot compute 'bfloat16'; it multiplies float32, int32"),
+    "element that stands in the precision":
+        (ATTENTION, "    mma: wgmma", "    compute: bfloat16\n    mma: wgmma", 0, "must be one of float32, int32"),
+    "no tolerance": (ATTENTION, "precisions: [bf16]", "precisions: [q16kv8]", 0, "states no tolerance for q16kv8"),
+    "precision without what the operator reads":
+        (SELECT, "precisions: [bf16]", "precisions: [q16kv8]", 0, "q16kv8 has no index_key, which select_blocks reads"),
+    "no target at all": (ATTENTION, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),
+    "precision twice": (ATTENTION, "precisions: [bf16]", "precisions: [bf16, bf16]", 0, "lists 'bf16' twice"),
+    "adjustment of no cell":
+        (ATTENTION, "    mma: wgmma", "    adjust: {sm100: {threads: '128'}}\n    mma: wgmma", 0,
+         "adjust names 'sm100', which is neither a target nor a precision of the row"),
+    "empty adjustment":
+        (ATTENTION, "    mma: wgmma", "    adjust: {bf16: {}}\n    mma: wgmma", 0, "bf16 changes nothing"),
+    "key that no adjustment takes":
+        (ATTENTION, "    mma: wgmma", "    adjust: {bf16: {dsl: cutedsl}}\n    mma: wgmma", 0, "unknown key 'dsl' in"),
+    "operand of a role that is none":
+        (ATTENTION, "    mma: wgmma", "    operands: {values: plain}\n    mma: wgmma", 0, "unknown key 'values' in"),
+    "no operand": (ATTENTION, "    mma: wgmma", "    operands: {}\n    mma: wgmma", 0, "names no operand"),
+    "operand of a role that the operator has not":
+        (ATTENTION, "    mma: wgmma", "    operands: {index_key: plain}\n    mma: wgmma", 0,
+         "attention reads no index_key"),
     "tile named like a dim":
         (ATTENTION, "tile: {stages: 5", "tile: {group: 1, stages: 5", 0, "tile name 'group' is also a compile-time"),
     "undeclared feature":
@@ -121,7 +138,16 @@ MISTAKES = {
         (PRECISIONS, "bits: 16", "bits: 8", 0, "1 x 8 bits do not fill one bfloat16 of 16 bits"),
     "group without its size": (PRECISIONS, "per: [group], group: 32", "per: [group]", 0, "group must be given exactly"),
     "element that no target multiplies":
-        (PRECISIONS, "compute: [bfloat16]\n", "compute: [float16]\n", 0, "bf16 computes in 'float16', which no target"),
+        (PRECISIONS, "multiply: bfloat16", "multiply: float16", 0, "bf16 multiplies 'float16', which no target does"),
+    "unknown format": (PRECISIONS, "key_value: e4m3", "key_value: e5m2", 0, "it must be one of bf16, e4m3"),
+    "precision without keys":
+        (PRECISIONS, "key_value: e4m3, ", "", 0, "precision 'q16kv8' needs key_value, index_key or both"),
+    "two formats of keys":
+        (PRECISIONS, "index_key: bf16", "index_key: e4m3", 0, "one format for key_value and index_key"),
+    "combination twice":
+        (PRECISIONS, "  q8k8:", "  twin: {query: bf16, key_value: e4m3, multiply: bfloat16, output: bfloat16}\n  q8k8:",
+         0, "precision 'twin' is the same combination as 'q16kv8'"),
+    "name of another group": (PRECISIONS, "  q8k8:", "  nvfp4:", 0, "'nvfp4' has the name of a group that it does not"),
 }
 # fmt: on
 

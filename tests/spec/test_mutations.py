@@ -12,14 +12,16 @@ from mutations import mutations, texts_by_place
 from msa_tiles import codegen, paths
 from msa_tiles.spec import SpecError, Specs
 from msa_tiles.spec.contract import read_operator
-from msa_tiles.spec.hardware import read_precisions, read_target
+from msa_tiles.spec.hardware import read_target
 from msa_tiles.spec.loader import link
+from msa_tiles.spec.precisions import read_precisions
 from msa_tiles.spec.source import Node, read
 
 FILES = sorted(path.relative_to(paths.specs_dir()).as_posix() for path in paths.specs_dir().rglob("*.yaml"))
 ROOTS = {file: read(paths.specs_dir() / file) for file in FILES}
 # Operators that the reference alone serves as yet: nothing is generated from them.
 WAITING: list[str] = []
+PARTS = ("targets", "formats", "precisions", "operators")
 DIGEST = re.compile(r"digest: [0-9a-f]{16}")
 
 
@@ -69,11 +71,11 @@ def test_unknown_and_duplicate_keys_are_reported_on_their_line(file: str, specs:
 
 def load_with(file: str | None, known: Mapping[str, Mapping]) -> Specs:
     """The specs as they are in `ROOTS` now; only `file` is read again when the rest is known."""
-    parts = {name: dict(known[name]) if name in known else {} for name in ("targets", "precisions", "operators")}
+    parts = {name: dict(known[name]) if name in known else {} for name in PARTS}
     for name in FILES if file is None else [file]:
         stem = Path(name).stem
         if name == "precisions.yaml":
-            parts["precisions"] = read_precisions(ROOTS[name])
+            parts["formats"], parts["precisions"] = read_precisions(ROOTS[name])
         else:
             part = Path(name).parent.name
             parts[part][stem] = (read_target if part == "targets" else read_operator)(ROOTS[name], stem)
@@ -85,11 +87,11 @@ def only_what_reads(file: str, specs: Specs) -> Specs:
     if not file.startswith("operators/"):
         return specs
     stem = Path(file).stem
-    return link(specs.targets, specs.precisions, {stem: specs.operators[stem]})
+    return link(specs.targets, specs.formats, specs.precisions, {stem: specs.operators[stem]})
 
 
 def vars_of(specs: Specs) -> dict[str, Mapping]:
-    return {"targets": specs.targets, "precisions": specs.precisions, "operators": specs.operators}
+    return {part: getattr(specs, part) for part in PARTS}
 
 
 def produced(specs: Specs) -> tuple[dict[str, str], list]:

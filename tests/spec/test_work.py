@@ -31,7 +31,7 @@ def test_visible_sums(sequences: list[tuple[int, int]], topk: int, causal: bool)
         dims={"num_kv_heads": 1, "topk": topk, "block_size": 8},
         parameters={"causal": causal},
     )
-    known = quantities_of(operator, workload, BF16, operator.m3, "bfloat16")
+    known = quantities_of(operator, workload, BF16, operator.m3)
     keys = blocks = selected = 0
     for len_q, len_k in sequences:
         for i in range(len_q):

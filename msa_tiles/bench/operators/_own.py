@@ -9,11 +9,12 @@ import torch
 
 from msa_tiles.bench import cases
 from msa_tiles.bench.harness import Bench, Benchmark
+from msa_tiles.bench.precisions import BF16
 from msa_tiles.spec.work import Work
 
 
 def of_spec(
-    op: str, prepare: Callable[[cases.Case, torch.device, str], Bench], precisions: tuple[str, ...] = ("bf16",)
+    op: str, prepare: Callable[[cases.Case, torch.device, str], Bench], precisions: tuple[str, ...] = (BF16,)
 ) -> Benchmark:
     """The benchmark of an operator as its spec describes it."""
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench import cases, checks, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
@@ -16,19 +16,19 @@ OP = "index_score"
 
 
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
-    heads, dim = case["num_index_heads"], case["head_dim"]
+    heads, dim, dtype = case["num_index_heads"], case["head_dim"], precisions.dtype(precision, "index_key")
 
     def ours(dsl: str, x: inputs.Indexer) -> Call:
         return lambda: ops.index_score(x.idx_q, x.idx_k, block_size=case["block_size"], backend=dsl)
 
     return Bench(
         case=case,
-        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=inputs.DTYPES[precision]),
-        bytes_per_set=inputs.DTYPES[precision].itemsize * dim * (case.num_q * heads + case.num_k),
+        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=dtype),
+        bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
         ours=ours,
         check=functools.partial(checks.scores, case),
         peers=[peers.vllm_index_score(case)],
     )
 
 
-BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))
+BENCHMARK = of_spec(OP, prepare, precisions.INDEXER)

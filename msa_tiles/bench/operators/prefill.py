@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench import cases, checks, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark
 from msa_tiles.bench.operators.sparse_attention import attention_bytes
 from msa_tiles.bench.timing import Call
@@ -42,13 +42,13 @@ def check(case: cases.Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | N
 
 
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
-    dtype = inputs.DTYPES[precision]
+    dtype, index = (precisions.dtype(precision, role) for role in ("key_value", "index_key"))
     indexer = cases.find("select_blocks", case.label)
     heads, dim, topk = indexer["num_index_heads"], indexer["head_dim"], indexer["topk"]
 
     def make(seed: int) -> Inputs:
         return (
-            inputs.indexer(indexer, heads, dim, device, seed, dtype),
+            inputs.indexer(indexer, heads, dim, device, seed, index),
             inputs.attention(case, device, seed, with_selection=False, dtype=dtype),
         )
 
@@ -85,7 +85,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
 
 
 def work(label: str, precision: str) -> list[Work]:
-    return [cases.work(part, label, precision) for part in PARTS]
+    return [cases.work(part, label, precisions.part(part, precision)) for part in PARTS]
 
 
-BENCHMARK = Benchmark(OP, tuple(labels()), find, prepare, work, PARTS, ("bf16", "fp8"))
+BENCHMARK = Benchmark(OP, tuple(labels()), find, prepare, work, PARTS, precisions.BOTH)

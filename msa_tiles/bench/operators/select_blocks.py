@@ -7,7 +7,7 @@ import functools
 import torch
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench import cases, checks, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
@@ -18,7 +18,7 @@ OP = "select_blocks"
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     """FP8 queries and keys come without scales: vLLM's operators take none."""
     heads, dim, topk = case["num_index_heads"], case["head_dim"], case["topk"]
-    dtype = inputs.DTYPES[precision]
+    dtype = precisions.dtype(precision, "index_key")
 
     def ours(dsl: str, x: inputs.Indexer) -> Call:
         return lambda: ops.select_blocks(
@@ -35,4 +35,4 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     )
 
 
-BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))
+BENCHMARK = of_spec(OP, prepare, precisions.INDEXER)

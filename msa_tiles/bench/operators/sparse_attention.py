@@ -7,7 +7,7 @@ import functools
 import torch
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers
+from msa_tiles.bench import cases, checks, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
@@ -17,7 +17,7 @@ OP = "sparse_attention"
 
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     """FP8 keys and values, without scales, lie under queries in BF16; dense attention gets all of them in BF16."""
-    dtype = inputs.DTYPES[precision]
+    dtype = precisions.dtype(precision, "key_value")
 
     def ours(dsl: str, x: inputs.Attention) -> Call:
         return lambda: ops.sparse_attention(x.q, x.k, x.v, x.block_indices, block_size=case["block_size"], backend=dsl)
@@ -38,4 +38,4 @@ def attention_bytes(case: cases.Case, dtype: torch.dtype) -> int:
     return case["head_dim"] * (2 * queries + 2 * dtype.itemsize * keys)
 
 
-BENCHMARK = of_spec(OP, prepare, precisions=("bf16", "fp8"))
+BENCHMARK = of_spec(OP, prepare, precisions.ATTENTION)

@@ -15,7 +15,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, MULTIPLIER, PRODUCER, TensorIndexer, fence_after_sync
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 ACCUMULATORS = 2  # <- tile.accumulators
 

@@ -27,7 +27,7 @@ from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 BLOCKS = 3  # <- tile.blocks
 RECORDS = 8  # <- tile.records

@@ -27,7 +27,7 @@ from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 THREADS = 256
 GROUP = 128  # threads of the consumer warpgroup

@@ -36,7 +36,7 @@ from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
 EDGES = 16  # <- tile.edges
 CHUNKS = 3  # <- tile.chunks

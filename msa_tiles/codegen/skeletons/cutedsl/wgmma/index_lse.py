@@ -25,7 +25,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.scores import choose, fold
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, wide
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
 THREADS = 128
 WARP = 32

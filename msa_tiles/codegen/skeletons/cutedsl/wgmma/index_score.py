@@ -14,7 +14,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
 from msa_tiles.dsl.cutedsl.scores import row_of_lane
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers

@@ -25,7 +25,7 @@ from msa_tiles.dsl.cutedsl.scores import row_of_lane  # % if not precision.scale
 from msa_tiles.dsl.cutedsl.tall import TALL, WARPS, TallIndexer  # % if precision.scale
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers

@@ -34,7 +34,7 @@ from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 48  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers

@@ -28,7 +28,7 @@ from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 ACCUMULATORS = 2  # <- tile.accumulators
 COLUMNS = 32  # <- tile.columns

@@ -44,7 +44,7 @@ from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 from msa_tiles.dsl.tilelang.stages import load_stage
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 KV_STAGES = 3  # <- tile.kv_stages
 Q_STAGES = 2  # <- tile.q_stages
 TASKS = 3  # <- tile.tasks

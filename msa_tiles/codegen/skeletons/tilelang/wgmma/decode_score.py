@@ -22,7 +22,7 @@ from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 2  # <- tile.stages
 BATCH = 4  # <- tile.batch
 PASS_CONFIGS = {

@@ -40,7 +40,7 @@ import tilelang.language as T
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
 EDGES = 16  # <- tile.edges
 CHUNKS = 3  # <- tile.chunks

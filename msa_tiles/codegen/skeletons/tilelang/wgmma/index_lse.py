@@ -14,7 +14,7 @@ import tilelang.language as T
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,

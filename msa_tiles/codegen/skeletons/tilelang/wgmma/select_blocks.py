@@ -50,7 +50,7 @@ from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max  # % if not precision.scale
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 24  # <- tile.producer_registers

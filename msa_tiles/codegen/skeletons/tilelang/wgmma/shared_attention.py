@@ -40,7 +40,7 @@ from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.stages import load_stage
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 48  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers

@@ -34,7 +34,7 @@ from msa_tiles.dsl.tilelang.keys import block_keys, load_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 5  # <- tile.stages
 AHEAD = 2  # <- tile.ahead
 CONSUMERS = 2  # <- tile.consumers

@@ -39,7 +39,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.layout import described, strides
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 AHEAD = 2  # <- tile.ahead
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers

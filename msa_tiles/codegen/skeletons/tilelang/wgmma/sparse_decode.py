@@ -26,7 +26,7 @@ from msa_tiles.dsl.tilelang.stages import load_stage
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
-ELEMENT = "bfloat16"  # <- precision.element
+ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 2  # <- tile.stages
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,

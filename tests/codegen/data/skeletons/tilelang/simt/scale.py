@@ -7,7 +7,7 @@ import tilelang.language as T
 
 ROWS = 1  # <- tile.rows
 UNROLL: int = 1  # <- tile.unroll
-ELEMENT = "float32"  # <- precision.element
+ELEMENT = "float32"  # <- precision.multiply
 WIDTHS = (1,)  # <- plan.variants.width
 LIMITS = {"rows": 1}  # <- plan.tile
 SMS = 1  # <- target.sm_count

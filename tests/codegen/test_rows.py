@@ -1,0 +1,100 @@
+"""One row of a spec, several cells: lists of targets and precisions, adjustments, algorithms, operands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from toy import Toy
+
+from msa_tiles.codegen import Generated, KernelPlan, plans
+from msa_tiles.codegen.digest import recorded_digests
+from msa_tiles.spec import SpecError, load
+
+OTHER = "tiny"  # the toy target once more
+
+
+@pytest.fixture
+def wide(toy: Toy) -> Toy:
+    """The toy's row over two targets and two precisions."""
+    target = Path("specs/targets")
+    text = (target / "toy.yaml").read_text()
+    (target / f"{OTHER}.yaml").write_text(text.replace("target: toy", f"target: {OTHER}"))
+    toy.edit(toy.operator, "targets: [toy]", f"targets: [toy, {OTHER}]")
+    toy.edit(toy.operator, "precisions: [bf16]", "precisions: [bf16, q16kv8]")
+    toy.edit(toy.operator, "  bf16: {out: 0.01}", "  bf16: {out: 0.01}\n  q16kv8: {out: 0.02}")
+    return toy
+
+
+def cells(toy: Toy) -> dict[str, KernelPlan]:
+    return {plan.cell: plan for plan in plans(load(toy.specs))}
+
+
+def test_a_row_is_every_pair_of_its_targets_and_precisions(wide: Toy) -> None:
+    assert list(cells(wide)) == [
+        f"scale.tilelang.{target}.{precision}" for target in (OTHER, "toy") for precision in ("bf16", "q16kv8")
+    ]
+
+
+def test_text_that_is_the_same_stands_in_one_file(wide: Toy) -> None:
+    made: Generated = wide.produce()
+    assert set(made.files) == {"tilelang/toy/scale_bf16.py", "tilelang/toy/scale_q16kv8.py"}
+    for entry in made.index["cells"]:
+        assert entry["file"] == f"tilelang/toy/scale_{entry['precision']}.py" == made.paths[entry["id"]]
+        assert recorded_digests(made.files[entry["file"]])[entry["id"]] == entry["digest"]
+    # The precisions store x differently, so that their contracts differ, though not their code.
+    assert "#   x  [total_q, width]  int8 " in made.files["tilelang/toy/scale_q16kv8.py"]
+
+
+def test_an_adjustment_holds_for_its_target_or_precision_alone(wide: Toy) -> None:
+    wide.edit(
+        wide.operator,
+        "    tile: {rows: 8, unroll: 2}",
+        "    tile: {rows: 8, unroll: 2}\n"
+        f"    adjust: {{q16kv8: {{tile: {{unroll: 4}}, expect: [LDG]}}, {OTHER}: {{tile: {{rows: 16}}}}}}",
+    )
+    found = {cell.removeprefix("scale.tilelang."): (dict(plan.tile), plan.expected_opcodes[-1])
+             for cell, plan in cells(wide).items()}  # fmt: skip
+    assert found == {
+        "toy.bf16": ({"rows": 8, "unroll": 2}, "MUFU"),
+        "toy.q16kv8": ({"rows": 8, "unroll": 4}, "LDG"),
+        f"{OTHER}.bf16": ({"rows": 16, "unroll": 2}, "MUFU"),
+        f"{OTHER}.q16kv8": ({"rows": 16, "unroll": 4}, "LDG"),
+    }
+    assert len(wide.produce().files) == 4
+
+
+def test_an_algorithm_has_a_cell_a_skeleton_and_a_file_of_its_own(toy: Toy) -> None:
+    row = toy.operator.read_text().partition("kernels:\n")[2]
+    toy.operator.write_text(
+        toy.operator.read_text() + row.replace("    mma: simt", "    algorithm: queued\n    mma: simt")
+    )
+    with pytest.raises(SpecError, match=r"scale.tilelang.toy.bf16.queued has no skeleton at .*simt/scale_queued.py"):
+        toy.produce()
+    shutil.copy(toy.skeleton, toy.skeleton.with_name("scale_queued.py"))
+    toy.edit(toy.skeleton.with_name("scale_queued.py"), "Every row times a number.", "The same by a queue.")
+    made = toy.produce()
+    assert made.paths == {
+        "scale.tilelang.toy.bf16": "tilelang/toy/scale_bf16.py",
+        "scale.tilelang.toy.bf16.queued": "tilelang/toy/scale_bf16_queued.py",
+    }
+
+
+def test_a_row_may_name_its_operands(wide: Toy) -> None:
+    def named() -> dict[str, str]:
+        return {plan.precision: plan.operands["key_value"] for plan in cells(wide).values()}
+
+    assert named() == {"bf16": "plain", "q16kv8": "bytes"}, "those of the formats"
+    wide.edit(
+        wide.operator, "    mma: simt", "    adjust: {q16kv8: {operands: {key_value: bytes_by_role}}}\n    mma: simt"
+    )
+    assert named() == {"bf16": "plain", "q16kv8": "bytes_by_role"}
+    assert {entry["operands"]["key_value"] for entry in wide.produce().index["cells"]} == {"plain", "bytes_by_role"}
+
+
+def test_a_cell_twice(wide: Toy) -> None:
+    row = wide.operator.read_text().partition("kernels:\n")[2]
+    wide.operator.write_text(wide.operator.read_text() + row.replace(f"[toy, {OTHER}]", f"[{OTHER}]"))
+    with pytest.raises(SpecError, match=rf"the cell tilelang.{OTHER}.bf16 has a row already, on line \d+"):
+        load(wide.specs)
