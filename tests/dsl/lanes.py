@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import itertools
 import math
 import operator
 import struct
@@ -185,8 +186,8 @@ class Tensor:
         self.memory[self._index(place if isinstance(place, tuple) else (place,))] = value
 
     def fill(self, value: Any) -> None:
-        for i in range(len(self.memory)):
-            self.memory[i] = value
+        for places in itertools.product(*map(range, self.shape)):
+            self[places] = value
 
     def load(self) -> Tensor:
         return self
@@ -552,7 +553,7 @@ def _import(name: str, names: Any = None, local: Any = None, fromlist: Any = (),
 def helper(name: str) -> types.ModuleType:
     """A module of `msa_tiles.dsl.cutedsl` as plain Python."""
     if name not in _LOADED:
-        _LOADED[name] = load(PACKAGE / "dsl" / "cutedsl" / f"{name}.py")
+        _LOADED[name] = load(PACKAGE / "dsl" / "cutedsl" / f"{name}.py".replace(".", "/", name.count(".")))
     return _LOADED[name]
 
 

@@ -22,16 +22,21 @@ class Blocks:
         self.block_size = block_size
         self.pages_per_block = pages_per_block
         self.box_rows = block_size // max(pages_per_block, 1)
+        self.panel = tma.panel_columns(element, head_dim)
         self.block_bytes = block_size * head_dim * element.width // 8
 
     def described(self, keys):
         """Copy atom and coordinates of keys or values: [row, dim, head] or [row of a page, dim, head, page]."""
         modes = (2, 3, 1, 0) if self.pages_per_block else (0, 2, 1)
-        return tma.box_atom(tma.described(keys, modes), self.box_rows)
+        return tma.box_atom(tma.described(keys, modes), self.box_rows, self.panel)
 
     def boxes(self, block):
-        """The boxes of a block in shared memory: [rows, PANEL, box, panel]."""
-        return tma.boxes(block, self.box_rows, self.block_size, self.head_dim, 1)[None, None, None, None, 0]
+        """The boxes of a block in shared memory: [rows, columns, box, panel]."""
+        return self.boxes_of(block, 1)[None, None, None, None, 0]
+
+    def boxes_of(self, tiles, count):
+        """The boxes of `count` blocks in shared memory: [rows, columns, box, panel, block]."""
+        return tma.boxes(tiles, self.box_rows, self.block_size, self.head_dim, count, self.panel)
 
     @cute.jit
     def pages(self, page_table: cute.Tensor, row: Int32):
@@ -61,7 +66,7 @@ class Blocks:
         full: cute.Pointer,
     ):  # fmt: skip
         """`load` without the arrival: block_bytes, told to `full`."""
-        for panel in cutlass.range_constexpr(self.head_dim // tma.PANEL):
+        for panel in cutlass.range_constexpr(self.head_dim // self.panel):
             if cutlass.const_expr(self.pages_per_block > 0):
                 for p in cutlass.range_constexpr(self.pages_per_block):
                     target = boxes[None, None, p, panel]
@@ -75,8 +80,8 @@ class Blocks:
 
         Past a request's end they may hold NaN, and a probability of 0 times NaN would reach the output.
         """
-        words = tma.PANEL * self.element.width // 64
-        panels = self.head_dim // tma.PANEL
+        words = self.panel * self.element.width // 64
+        panels = self.head_dim // self.panel
         plain = cute.make_tensor(
             cute.recast_ptr(block.iterator, dtype=Int64),
             cute.make_layout((self.block_size * words, panels), stride=(1, self.block_size * words)),

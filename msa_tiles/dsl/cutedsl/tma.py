@@ -1,8 +1,9 @@
-"""TMA boxes of 64 columns: how a tensor is described to TMA, and one box copied to swizzled shared memory.
+"""TMA boxes of 128-byte rows: how a tensor is described to TMA, and one box copied to swizzled shared memory.
 
-Tiles lie in shared memory as wgmma wants its operands along K: 128-byte rows of 64 two-byte columns, swizzled, one
-after another; a tile of more columns is one such panel behind another. Rows of a panel are as far apart as those of a
-box, so boxes of any number of rows (a multiple of 8) make up a panel.
+Tiles lie in shared memory as wgmma wants its operands along K: rows of 64 two-byte columns or 128 one-byte ones,
+swizzled, one after another; a tile of more columns is one such panel behind another. Rows of 64 bytes in all make up a
+panel too, swizzled by 64 bytes. Rows of a panel are as far apart as those of a box, so boxes of any number of rows (a
+multiple of 8) make up a panel.
 """
 
 import cutlass
@@ -10,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-PANEL = 64  # columns
+PANEL = 64  # two-byte columns
+PANEL_BITS = 1024
 BYTES = 16  # TMA wants addresses and strides to be multiples of it
 
 
@@ -34,23 +36,30 @@ def described(tensor: cute.Tensor, modes: cutlass.Constexpr) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
-def panel_layout(rows, element):
-    """The shared-memory layout of a box: [rows, PANEL], swizzled."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
-    return cute.tile_to_shape(atom, (rows, PANEL), order=(0, 1))
+def panel_columns(element, columns):
+    """Columns of a panel of rows of `columns` in all."""
+    return min(PANEL_BITS // element.width, columns)
 
 
-def box_atom(tensor, rows):
-    """The copy atom for boxes of [rows, PANEL] of a described tensor, and the tensor of its coordinates."""
+def panel_layout(rows, element, panel=PANEL):
+    """The shared-memory layout of a box: [rows, panel], swizzled."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if panel * element.width == PANEL_BITS else kinds.K_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, element)
+    return cute.tile_to_shape(atom, (rows, panel), order=(0, 1))
+
+
+def box_atom(tensor, rows, panel=PANEL):
+    """The copy atom for boxes of [rows, panel] of a described tensor, and the tensor of its coordinates."""
     op = cpasync.CopyBulkTensorTileG2SOp()
-    return cpasync.make_tiled_tma_atom(op, tensor, panel_layout(rows, tensor.element_type), (rows, PANEL))
+    return cpasync.make_tiled_tma_atom(op, tensor, panel_layout(rows, tensor.element_type, panel), (rows, panel))
 
 
-def boxes(tiles, rows, tile_rows, columns, count):
-    """The boxes of `count` tiles of [tile_rows, columns] in shared memory: [rows, PANEL, box, panel, tile]."""
+def boxes(tiles, rows, tile_rows, columns, count, panel=PANEL):
+    """The boxes of `count` tiles of [tile_rows, columns] in shared memory: [rows, panel, box, panel number, tile]."""
     layout = cute.make_layout(
-        (rows, PANEL, tile_rows // rows, columns // PANEL, count),
-        stride=(PANEL, 1, rows * PANEL, tile_rows * PANEL, tile_rows * columns),
+        (rows, panel, tile_rows // rows, columns // panel, count),
+        stride=(panel, 1, rows * panel, tile_rows * panel, tile_rows * columns),
     )
     return cute.make_tensor(tiles.iterator, layout)
 
@@ -64,7 +73,7 @@ def load_box(
     target: cute.Tensor,
     full: cute.Pointer,
 ):
-    """source [rows, columns] from this row on, columns of this panel -> target [rows of a box, PANEL]; signals full.
+    """source [rows, columns] from this row on, columns of this panel -> target [rows of a box, panel]; signals full.
 
     A whole warp calls it. Rows outside the source come as zeros and count as bytes.
     """

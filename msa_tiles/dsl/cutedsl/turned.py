@@ -1,7 +1,8 @@
 """Products with keys, or columns of values, as the rows of the tensor cores, and few queries as columns.
 
 wgmma takes 64 rows whatever they hold, but as few as 8 columns: turned round, a product of few queries wastes little.
-Both operands lie in shared memory. See msa_tiles.dsl.cutedsl.wgmma for operands and for how a product is started.
+The right operand lies in shared memory, the left one there or in registers. See msa_tiles.dsl.cutedsl.wgmma for
+operands and for how a product is started.
 """
 
 import cutlass
@@ -11,12 +12,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 
-def product(element, columns, left_major):
+def product(element, columns, left_major, left_source=warpgroup.OperandSource.SMEM):
     """The two multiplications of [rows, K] x [K, columns], rows a multiple of ROWS: wgmma.product tells why two."""
     first, rest = (
         hopper.make_trivial_tiled_mma(
             element, element, left_major, OperandMajorMode.K, cutlass.Float32, (1, 1, 1), (ROWS, columns),
-            warpgroup.OperandSource.SMEM,
+            left_source,
         )
         for _ in range(2)
     )  # fmt: skip

@@ -6,14 +6,15 @@ A module here is one format. A skeleton imports it by a marked line and knows it
 
 Plain Python, read without the DSL:
   TENSORS       what a call passes for it, as endings of its name: ("",), or ("", "_scale") for k, k_scale
-  WEIGHTS       the element of what V is multiplied with
+  multiplied(name, **scales)   the element of the product that keys ("k") or values ("v") are part of: queries and
+                weights are of it, too
   parts(name, head_dim, block_size, stages, *, producer, readers, **scales) -> Parts
                 its pipelines and buffers in the kernel's table, whose roles `producer` and `readers` are; scales are
                 the compile-time dims that only formats with scales have (token_scales)
 
 `Left(name, table, head_dim, block_size, pages_per_block, *, readers, transposed, **scales)` is the left side of
 products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
-  element                           what the product multiplies: the right side is of it, too
+  element                           the DSL's type of `multiplied`
   Storage   arguments(kv_heads)     stand-ins for TENSORS; `stored(*tensors)` is what the kernel takes of them, and
                                     `atoms(stored)` their descriptors
             layouts()               of its buffers that are not plain; `held(buffers, barriers)`: memory and barriers
@@ -23,7 +24,8 @@ products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
                                     hands the stage back behind it
             row_of(…)               which row of the block an accumulator's row is
   Scales    fold(value, stored, head)   times the scale that all rows of a head share
-            factors(…)              of the rows of a lane, or None where no row has its own
+            factors(held, stage, phase, first_row)   those of rows first_row + 64 m + 8 half, number 2 m + half, or None
+                                    where no row has its own; before `take`
 
 Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
 be anything, so that the caller chooses before it adds.

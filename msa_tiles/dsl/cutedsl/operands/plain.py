@@ -16,7 +16,6 @@ from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane,
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 TENSORS = ("",)
-WEIGHTS = "bfloat16"  # what V is multiplied with
 
 
 @declares
@@ -32,6 +31,12 @@ def parts(name, head_dim, block_size, stages, *, producer, readers):
             ),
         ),
     )  # fmt: skip
+
+
+@declares
+def multiplied(name):
+    """The element of the product that keys ("k") or values ("v") are part of."""
+    return "bfloat16"
 
 
 class Stored(NamedTuple):
@@ -94,8 +99,8 @@ class Left:
         full = held.full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.table.bytes_of(self.name))
-        boxes = tma.boxes(held.tiles, self.blocks.box_rows, self.block_size, self.head_dim, self.stages)
-        self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes[None, None, None, None, stage], full)
+        boxes = self.blocks.boxes_of(held.tiles, self.stages)[None, None, None, None, stage]
+        self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes, full)
 
     def product(self, columns):
         """The multiplications of a block with [columns, K] (wgmma.product)."""
@@ -139,5 +144,5 @@ class Left:
     def fold(self, value, stored, head):
         return value
 
-    def factors(self, held, stage, lane, member):
+    def factors(self, held, stage, phase, first_row):
         return None

@@ -41,7 +41,14 @@ LIST = 64
 LOWEST = -1.0e30
 
 
-def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
+def sparse_decode(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    pages_per_block: int,
+    scored_blocks: int,
+    token_scales: int,  # % if "token_scales" in plan.variants
+):
     """Build the kernel for one head dim, block size, group, page size, and rows of so many scores (0: ids are given).
 
     q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
@@ -52,16 +59,24 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
 
     Returns the entry point and stand-ins for its arguments.
     """
-    kernel = SparseDecode(head_dim, block_size, group, pages_per_block, scored_blocks)
+    kernel = SparseDecode(
+        head_dim,
+        block_size,
+        group,
+        pages_per_block,
+        scored_blocks,
+        token_scales=token_scales,  # % if "token_scales" in plan.variants
+    )
     return kernel, kernel.arguments()
 
 
 @declares
-def cta(head_dim, block_size, group, pages_per_block, scored_blocks):
+def cta(head_dim, block_size, group, pages_per_block, scored_blocks, **scales):
     """What a thread block is made of."""
     columns = max(group, LEAST_COLUMNS)
     keys, values = (
-        key_value.parts(name, head_dim, block_size, STAGES, producer="producer", readers="consumer") for name in "kv"
+        key_value.parts(name, head_dim, block_size, STAGES, producer="producer", readers="consumer", **scales)
+        for name in "kv"
     )
     choice = (
         buffer("counts", "int32", warps=WARPS + 1 + CHOOSERS, sums=2, turns=2),
@@ -83,11 +98,11 @@ def cta(head_dim, block_size, group, pages_per_block, scored_blocks):
             *keys.buffers,
             *values.buffers,
             buffer(
-                "queries", "bfloat16", align=1024, note="laid out as msa_tiles.dsl.cutedsl.gather says",
-                columns=columns, head_dim=head_dim,
+                "queries", key_value.multiplied("k", **scales), align=1024,
+                note="laid out as msa_tiles.dsl.cutedsl.gather says", columns=columns, head_dim=head_dim,
             ),
             buffer(
-                "weights", key_value.WEIGHTS, align=1024, note="P, swizzled, in panels of 64 keys",
+                "weights", key_value.multiplied("v", **scales), align=1024, note="P, swizzled, in panels of 64 keys",
                 columns=columns, block_size=block_size,
             ),
             buffer("maxima", "float32", warps=WARPS, columns=columns, note="of each consumer warp's rows"),
@@ -134,14 +149,15 @@ class SparseDecode:
     are dropped.
     """
 
-    def __init__(self, head_dim, block_size, group, pages_per_block, scored_blocks):
-        self.cta = cta(head_dim, block_size, group, pages_per_block, scored_blocks)
+    def __init__(self, head_dim, block_size, group, pages_per_block, scored_blocks, **scales):
+        self.cta = cta(head_dim, block_size, group, pages_per_block, scored_blocks, **scales)
         self.keys, self.values = (
             key_value.Left(
-                name, self.cta, head_dim, block_size, pages_per_block, readers="consumer", transposed=name == "v"
+                name, self.cta, head_dim, block_size, pages_per_block,
+                readers="consumer", transposed=name == "v", **scales,
             )
             for name in "kv"
-        )
+        )  # fmt: skip
         self.head_dim = head_dim
         self.block_size = block_size
         self.group = group
@@ -412,13 +428,16 @@ class SparseDecode:
             while left != 0:
                 first_key = cute.arch.shuffle_sync(blocks, first_bit(left)) * self.block_size
                 left = left & (left - 1)
+                of_keys = self.keys.factors(shared.keys, stage, phase, first_row)
                 tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)
                 self.keys.multiply(score, S, tile, queries)
                 warpgroup.wait_group(0)
                 self.keys.release(shared.keys, stage)
                 exact = cute.make_rmem_tensor(S.layout, Float32)
                 room = share.limit - first_key - first_row
-                self.softmax(S, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
+                of_values = self.values.factors(shared.values, stage, phase, first_row)
+                factors = of_keys, of_values
+                self.softmax(S, factors, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
                 rounded = cute.make_rmem_tensor(S.layout, self.values.element)
                 rounded.store(exact.load().to(self.values.element))
                 cute.copy(stmatrix, staging.retile(rounded), staged)
@@ -451,11 +470,12 @@ class SparseDecode:
 
     @cute.jit
     def softmax(
-        self, S: cute.Tensor, exact: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: cute.Tensor,
-        room: Int32, maxima: cute.Tensor, member: Int32, scale_log2: Float32,
+        self, S: cute.Tensor, factors, exact: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
+        scale: cute.Tensor, room: Int32, maxima: cute.Tensor, member: Int32, scale_log2: Float32,
     ):  # fmt: skip
         """exact = exp2((S - row_max) * scale_log2), with maxima over all blocks up to this one.
 
+        Before, S takes the factors of its keys, and behind the sum exact takes those of their values, if there are any.
         The lane's first row sees the block's keys up to `room` rows further down. row_sum takes up the exponentials
         of the lane's own rows; `scale` is what earlier sums and products are worth now.
         """
@@ -467,7 +487,8 @@ class SparseDecode:
                 for m in cutlass.range_constexpr(tiles):
                     for half in cutlass.range_constexpr(2):
                         seen = room >= m * ROWS + half * 8
-                        largest = cute.arch.fmax(largest, choose(seen, S[self.place(c, half, j, m)], -Float32.inf))
+                        score = self.scaled(S[self.place(c, half, j, m)], factors[0], m, half)
+                        largest = cute.arch.fmax(largest, choose(seen, score, -Float32.inf))
                 for level in cutlass.range_constexpr(2, 5):
                     largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
                 if lane < 4:
@@ -485,11 +506,17 @@ class SparseDecode:
                 total = row_sum[c, j] * scale[c, j]
                 for m in cutlass.range_constexpr(tiles):
                     for half in cutlass.range_constexpr(2):
-                        weight = cute.math.exp2(S[self.place(c, half, j, m)] * scale_log2 - shift, fastmath=True)
-                        weight = choose(room >= m * ROWS + half * 8, weight, Float32(0.0))
-                        exact[self.place(c, half, j, m)] = weight
-                        total = total + weight
+                        seen = room >= m * ROWS + half * 8
+                        score = self.scaled(S[self.place(c, half, j, m)], factors[0], m, half)
+                        weight = cute.math.exp2(score * scale_log2 - shift, fastmath=True)
+                        total = total + choose(seen, weight, Float32(0.0))
+                        weight = self.scaled(weight, factors[1], m, half)
+                        exact[self.place(c, half, j, m)] = choose(seen, weight, Float32(0.0))
                 row_sum[c, j] = total
+
+    def scaled(self, value, factors, m, half):
+        """Times the factor of row 64 m + 8 half of a lane, if rows have any."""
+        return value if factors is None else value * factors[2 * m + half]
 
     @cute.jit
     def emit(
