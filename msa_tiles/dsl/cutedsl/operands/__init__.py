@@ -22,6 +22,7 @@ products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
   Decode    prepare(right, …)       once: the right side as the product wants it
             take(…) -> tile         wait for a stage; `multiply(into, tile, right)` starts the product, and `release`
                                     hands the stage back behind it
+            ahead                   whether `take` has work that may be done while another product runs
             row_of(…)               which row of the block an accumulator's row is
   Scales    fold(value, stored, head)   times the scale that all rows of a head share
             factors(held, stage, phase, first_row)   those of rows first_row + 64 m + 8 half, number 2 m + half, or None

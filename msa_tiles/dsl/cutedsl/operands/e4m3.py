@@ -78,6 +78,7 @@ class Left:
     """Blocks of [block_size, head_dim] as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
 
     stored_element = cutlass.Float8E4M3FN
+    ahead = True
 
     def __init__(self, name, table, head_dim, block_size, pages_per_block, *, readers, transposed, token_scales):
         self.name = name

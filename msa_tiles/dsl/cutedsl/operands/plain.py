@@ -58,6 +58,7 @@ class Left:
     """Blocks of [block_size, head_dim] as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
 
     element = cutlass.BFloat16
+    ahead = False
 
     def __init__(self, name, table, head_dim, block_size, pages_per_block, *, readers, transposed):
         self.name = name

@@ -431,18 +431,22 @@ class SparseDecode:
                 of_keys = self.keys.factors(shared.keys, stage, phase, first_row)
                 tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)
                 self.keys.multiply(score, S, tile, queries)
+                of_values = self.values.factors(shared.values, stage, phase, first_row)
+                # Hidden values weigh 0, which NaN and infinity would not be worth.
+                valid = share.limit + 1 - first_key
+                if cutlass.const_expr(self.values.ahead):
+                    tile = self.values.take(values, shared.values, stage, phase, valid, thread)
                 warpgroup.wait_group(0)
                 self.keys.release(shared.keys, stage)
                 exact = cute.make_rmem_tensor(S.layout, Float32)
                 room = share.limit - first_key - first_row
-                of_values = self.values.factors(shared.values, stage, phase, first_row)
                 factors = of_keys, of_values
                 self.softmax(S, factors, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
                 rounded = cute.make_rmem_tensor(S.layout, self.values.element)
                 rounded.store(exact.load().to(self.values.element))
                 cute.copy(stmatrix, staging.retile(rounded), staged)
-                # Hidden values weigh 0, which NaN and infinity would not be worth.
-                tile = self.values.take(values, shared.values, stage, phase, share.limit + 1 - first_key, thread)
+                if cutlass.const_expr(not self.values.ahead):
+                    tile = self.values.take(values, shared.values, stage, phase, valid, thread)
                 cute.arch.fence_view_async_shared()
                 self.meet()
                 self.values.multiply(weigh, part, tile, weights)
