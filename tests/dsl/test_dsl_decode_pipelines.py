@@ -25,7 +25,7 @@ from msa_tiles.sources import PACKAGE
 from msa_tiles.tables import table_of
 
 HELPERS = PACKAGE / "dsl/cutedsl"
-KERNELS = {name: generated_dir() / f"cutedsl/sm90/sparse_decode_{name}.py" for name in ("bf16", "fp8")}
+KERNELS = {name: generated_dir() / f"cutedsl/sm90/sparse_decode_{name}.py" for name in ("bf16", "q16kv8")}
 DIMS = {"head_dim": 64, "block_size": 64, "group": 8, "pages_per_block": 0, "scored_blocks": 0}
 OPERANDS = {"bf16": ("plain", {}), "head scales": ("e4m3", {"token_scales": 0}), "token": ("e4m3", {"token_scales": 1})}
 LANES = 32
@@ -218,7 +218,7 @@ class Decode(Chip):
 
 def decode(which: str, seed: int, change: Callable[[Table], Table] = lambda table: table) -> Decode:
     operand, scales = OPERANDS[which]
-    kernel = KERNELS["bf16" if operand == "plain" else "fp8"]
+    kernel = KERNELS["bf16" if operand == "plain" else "q16kv8"]
     table_of_variant = table_of(kernel.read_text())
     assert table_of_variant is not None
     chip = Decode(kernel, operand, scales, change(table_of_variant(**DIMS, **scales)), seed)
