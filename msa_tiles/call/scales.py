@@ -87,3 +87,31 @@ def kernel_scales(call: Indexer, heads_per_group: int, unread: Tensor) -> Kernel
     if k_scale is None or k_scale.dim() == 0:
         k_scale = unread
     return KernelScales((q_scale.expand(call.idx_q.shape[:2]), k_scale), (int(use_q_scale),))
+
+
+class AppliedScales(NamedTuple):
+    """What a kernel that writes scores gets beside queries, beside keys, and as flags; nothing for values without."""
+
+    of_queries: tuple[Tensor, ...]
+    of_keys: tuple[Tensor, ...]
+    flags: tuple[int, ...]
+
+
+def applied_scales(call: Indexer, unread: Tensor) -> AppliedScales:
+    """Scales as these kernels take them: q_scale [T, Hi] and k_scale, [n] where all keys share one, its first.
+
+    The flags say whether q_scale, and whether the one of all keys, is to be read. ``unread``, an int32 tensor [n] of
+    the call, stands in for what is not; nothing is allocated.
+    """
+    if call.idx_q.dtype != FP8:
+        return AppliedScales((), (), ())
+    unread = unread.view(torch.float32)
+    q_scale, k_scale = call.q_scale, call.k_scale
+    flags = (int(q_scale is not None), int(k_scale is not None and not has_key_scales(k_scale)))
+    if q_scale is None:
+        q_scale = unread[0]
+    if k_scale is None:
+        k_scale = unread
+    elif k_scale.dim() == 0:
+        k_scale = k_scale[None]
+    return AppliedScales((q_scale.expand(call.idx_q.shape[:2]),), (k_scale,), flags)

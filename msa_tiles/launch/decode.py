@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles.call import validate
+from msa_tiles.call.scales import Indexer, applied_scales
 from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup, places, workspaces
 from msa_tiles.launch.places import Place
@@ -65,11 +66,14 @@ def choose_splits(rows: int, topk: int, sms: int, most: int) -> int:
     return min(range(1, max(1, min(topk, most)) + 1), key=cost)
 
 
-def score(kernel: Any, idx_q: Tensor, idx_k: Tensor, at: Place, causal: bool, out: Tensor) -> None:
+def score(kernel: Any, call: Indexer, at: Place, causal: bool, out: Tensor) -> None:
     """Fill the blocks that each request has of out [Hi, T, NB]."""
+    scales = applied_scales(call, at.cu_seqlens_q)
     kernel(
-        idx_q,
-        idx_k,
+        call.idx_q,
+        *scales.of_queries,
+        call.idx_k,
+        *scales.of_keys,
         at.page_table,
         at.cu_seqlens_q,
         at.cu_seqlens_k,
@@ -78,8 +82,9 @@ def score(kernel: Any, idx_q: Tensor, idx_k: Tensor, at: Place, causal: bool, ou
         out,
         at.use_seqused,
         at.use_positions if causal else 0,
+        *scales.flags,
         int(causal),
-        num_sms(idx_q.device.index) * SCORE_CTAS,
+        num_sms(call.idx_q.device.index) * SCORE_CTAS,
     )
 
 
@@ -231,7 +236,7 @@ class Step:
         )
         scores = scores.view(torch.float32).view(shape)
         at = place(where, q.shape[0], k.shape[0], q.device)
-        score(self.scorer, idx_q, idx_k, at, True, scores)
+        score(self.scorer, Indexer(idx_q, idx_k, None, None), at, True, scores)
         self.attention.attend(q, k, v, block_indices, at, scores, self.forced, partials, out, lse)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.call.scales import Indexer
 from msa_tiles.call.where import Where
 from msa_tiles.launch import decode, shards
 from msa_tiles.library import registration
@@ -49,13 +50,11 @@ def decode_score(
     return out
 
 
-def _launch(
-    kernel: Any, idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, causal: bool, score: Tensor
-) -> None:
+def _launch(kernel: Any, call: Indexer, where: Where, block_size: int, causal: bool, score: Tensor) -> None:
     # The kernel writes the blocks that a request has.
     score.fill_(-torch.inf)
-    at = decode.place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
-    decode.score(kernel, idx_q, idx_k, at, causal, score)
+    at = decode.place(where, call.idx_q.shape[0], call.idx_k.shape[0], call.idx_q.device)
+    decode.score(kernel, call, at, causal, score)
 
 
 _OPERATOR = registration.define(

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from msa_tiles import reference
 from msa_tiles.call import contents, validate
-from msa_tiles.call.scales import indexer
+from msa_tiles.call.scales import Indexer, applied_scales, has_key_scales, indexer
 from msa_tiles.call.where import ARGUMENTS, Where, page_size
 from msa_tiles.launch import lookup, places, shards
 from msa_tiles.library import registration
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.quant import FP8, QuantizedTensor
 
 # Places in the arguments of `SCHEMA`, counted from the end.
 TOKEN_MAJOR, NUM_BLOCKS = -5, -4
 
-Launch = Callable[[Any, Tensor, Tensor, Where, int, bool, Tensor], None]
+Launch = Callable[[Any, Indexer, Where, int, bool, Tensor], None]
 
 
 def index_score(
@@ -130,7 +130,7 @@ def allocate_scores(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> tuple[Tensor, .
 
 
 def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
-    """Fill the last argument: by the reference, or by ``launch(kernel, idx_q, idx_k, where, block_size, causal, out)``.
+    """Fill the last argument: by the reference, or by ``launch(kernel, call, where, block_size, causal, out)``.
 
     The launch gets calls with keys, requests and an output that is not empty.
     """
@@ -151,16 +151,19 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
             )
         )
         return
+    variant = {
+        "head_dim": idx_q.shape[2],
+        "block_size": block_size,
+        "pages_per_block": lookup.pages_per_block(where, idx_k, block_size),
+    }
+    if idx_q.dtype == FP8:
+        variant["key_scales"] = int(has_key_scales(k_scale))
     facts = lookup.call_facts(
         op,
         where,
         idx_q.device,
         lookup.precision(query=idx_q, index_key=idx_k),
-        {
-            "head_dim": idx_q.shape[2],
-            "block_size": block_size,
-            "pages_per_block": lookup.pages_per_block(where, idx_k, block_size),
-        },
+        variant,
         (idx_q, idx_k),
         lookup.broken_rules(op, num_index_heads=idx_q.shape[1]) + lookup.oversized_table(where, block_size),
         queries=idx_q.shape[0],
@@ -171,16 +174,17 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
     if idx_k.numel() == 0 or where.num_requests == 0:
         score.fill_(-torch.inf)
         return
-    launch(kernel, idx_q, idx_k, where, block_size, causal, score)
+    launch(kernel, Indexer(idx_q, idx_k, q_scale, k_scale), where, block_size, causal, score)
 
 
-def _launch(
-    kernel: Any, idx_q: Tensor, idx_k: Tensor, where: Where, block_size: int, causal: bool, score: Tensor
-) -> None:
-    at = places.place(where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
+def _launch(kernel: Any, call: Indexer, where: Where, block_size: int, causal: bool, score: Tensor) -> None:
+    at = places.place(where, call.idx_q.shape[0], call.idx_k.shape[0], block_size, call.idx_q.device)
+    scales = applied_scales(call, at.cu_seqlens_q)
     kernel(
-        idx_q,
-        idx_k,
+        call.idx_q,
+        *scales.of_queries,
+        call.idx_k,
+        *scales.of_keys,
         at.page_table,
         at.cu_seqlens_q,
         at.cu_seqlens_k,
@@ -189,6 +193,7 @@ def _launch(
         score,
         at.use_seqused,
         at.use_positions if causal else 0,
+        *scales.flags,
         int(causal),
     )
 

@@ -84,18 +84,21 @@ class Check(Protocol):
 
 
 class IndexScore:
-    """Scores against the reference in float32 on the same inputs."""
+    """Scores against the reference in float32 on the same inputs, dequantised where they are."""
 
     op = staticmethod(ops.index_score)
 
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.strided = case.dims, case, strided
         lengths = source.lengths(case.workload.sequences, shortened=strided)
-        self.idx_q = source.values((dims["total_q"], dims["num_index_heads"], dims["head_dim"]), torch.bfloat16)
-        keys = source.values((dims["total_k"], dims["head_dim"]), torch.bfloat16)
+        queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
+        self.idx_q = source.values(queries, case.dtype("query"))
+        keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
         self.where, (self.idx_k,) = placed(source, lengths, dims["pages_per_block"], dims["block_size"], strided, keys)
         if strided:
             self.idx_q = spread(self.idx_q)
+        if case.precision.scale is not None:
+            self.where |= scales_of_index(source, dims, lengths, strided)
         self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
         causal = case.workload.parameters.get("causal", True)
         self.options: dict[str, Any] = {"block_size": dims["block_size"], "causal": causal}

@@ -172,6 +172,27 @@ def as_fp8(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8).zero_().view(FP8)
 
 
+def scales_of(idx_k: Tensor, key_scales: bool) -> dict[str, Tensor]:
+    """Every second one of as many scales as there are keys, and of more heads' and tokens' than there are queries."""
+    k_scale = torch.ones(*idx_k.shape[:-1], 2)[..., 1] if key_scales else torch.tensor(0.5)
+    return {"q_scale": torch.ones(8, 131).T[1:, ::2], "k_scale": k_scale}
+
+
+@pytest.mark.parametrize(("place", "make"), PLACES)
+@pytest.mark.parametrize("key_scales", [False, True])
+@pytest.mark.parametrize("op", ["index_score", "decode_score"])
+def test_scores_on_fp8(
+    launched: list[str], op: str, place: Callable[..., dict], make: Callable[..., Tensor], key_scales: bool
+) -> None:
+    where = place(make, None, 128)
+    idx_q, idx_k = as_fp8(make(130, 4, 128)), as_fp8(where.pop("keys"))
+    scales = scales_of(idx_k, key_scales)
+    getattr(ops, op)(idx_q, idx_k, **scales, **where)
+    scales["q_scale"] = scales["q_scale"][0] if key_scales else None
+    getattr(ops, op)(idx_q, idx_k, layout="token_major", causal=False, **scales, **where)
+    assert launched == [op] * 2
+
+
 @pytest.mark.parametrize(("place", "make"), PLACES)
 @pytest.mark.parametrize("key_scales", [False, True])
 def test_select_blocks_on_fp8(
@@ -179,11 +200,9 @@ def test_select_blocks_on_fp8(
 ) -> None:
     where = place(make, None, 128)
     idx_k = as_fp8(where.pop("keys"))
-    # Every second one of as many scales as there are keys, and of more heads' and tokens' than there are queries.
-    k_scale = torch.ones(*idx_k.shape[:-1], 2)[..., 1] if key_scales else torch.tensor(0.5)
-    q_scale = torch.ones(8, 131).T[1:, ::2]
-    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 16, k_scale=k_scale, **where)
-    grouped = {"num_kv_heads": 2, "q_scale": q_scale, "k_scale": k_scale, "out": integers(2, 130, 13)}
+    scales = scales_of(idx_k, key_scales)
+    ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 16, k_scale=scales["k_scale"], **where)
+    grouped = {"num_kv_heads": 2, **scales, "out": integers(2, 130, 13)}
     ops.select_blocks(as_fp8(make(130, 4, 128)), idx_k, 13, order="score", init_blocks=1, **grouped, **where)
     assert launched == ["select_blocks"] * 2
 

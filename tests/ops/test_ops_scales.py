@@ -10,7 +10,7 @@ import torch
 from ops.calls import OPERATORS, SCORERS, call, paged
 
 from msa_tiles import ops, reference
-from msa_tiles.launch import lookup
+from msa_tiles.launch import decode, lookup
 from msa_tiles.quant import FP8, QuantizedTensor, quantize_fp8
 from msa_tiles.runtime import dispatch
 from msa_tiles.runtime.facts import target_facts
@@ -184,17 +184,39 @@ def select_blocks(
     out.copy_(chosen)
 
 
+def block_scores(
+    variant, idx_q, q_scale, idx_k, k_scale, table, starts_q, starts_k, used, positions, out, use_seqused,
+    use_positions, use_q_scale, use_k_scale, causal, *grid,
+):  # fmt: skip
+    """Stands in for the kernels that write scores."""
+    assert q_scale.shape == idx_q.shape[:2] and q_scale.dtype == k_scale.dtype == torch.float32
+    assert k_scale.dim() == (idx_k.dim() - 1 if variant["key_scales"] else 1)
+    assert use_seqused or variant["pages_per_block"] == 0
+    where = {"cu_seqlens_q": starts_q}
+    where |= {"page_table": table, "seqused_k": used} if variant["pages_per_block"] else {"cu_seqlens_k": starts_k}
+    of_keys = k_scale if variant["key_scales"] else k_scale[0] if use_k_scale else None
+    scores = reference.index_score(
+        idx_q, idx_k, block_size=variant["block_size"], causal=bool(causal), num_blocks=out.shape[2],
+        q_scale=q_scale if use_q_scale else None, k_scale=of_keys, **where,
+    )  # fmt: skip
+    out.copy_(scores)
+
+
+KERNELS = {"select_blocks": select_blocks, "index_score": block_scores, "decode_score": block_scores}
+
+
 @pytest.fixture
 def found(monkeypatch):
-    """Route CPU tensors to the stand-in; the facts by which kernels are looked for."""
+    """Route CPU tensors to the stand-ins; the facts by which kernels are looked for."""
     seen = []
 
     def find_kernel(facts, backend):
         seen.append(facts)
-        return lambda *args: select_blocks(facts.variant, *args)
+        return lambda *args: KERNELS[facts.op](facts.variant, *args)
 
     monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(lookup, "find_kernel", find_kernel)
+    monkeypatch.setattr(decode, "num_sms", lambda index: 132)
     return seen
 
 
@@ -208,10 +230,22 @@ def test_kernels_get_the_scales_that_can_change_a_ranking(num_kv_heads, base, fo
         assert (found[-1].precision, found[-1].variant["key_scales"]) == ("q8k8", int(k_shape == "keys"))
 
 
-def test_a_shard_of_fp8_keys(found):
+@pytest.mark.parametrize("base", [call, paged], ids=["flat", "paged"])
+@pytest.mark.parametrize("op", SCORERS)
+def test_kernels_that_write_scores_get_all_scales(op, base, found):
+    for q_shape, k_shape in itertools.product(Q_SHAPES, K_SHAPES):
+        arguments = fp8(op, base, q_shape, k_shape)
+        assert torch.equal(OPERATORS[op](**arguments), OPERATORS[op](**arguments, backend="reference"))
+        assert (found[-1].precision, found[-1].variant["key_scales"]) == ("q8k8", int(k_shape == "keys"))
+
+
+@pytest.mark.parametrize("op", INDEXERS)
+def test_a_shard_of_fp8_keys(op, found):
     """k_offset: the keys of a call are a part of each request's, and so are their scales."""
-    arguments = fp8("select_blocks", k_shape="keys") | {"k_offset": torch.tensor([8, 0, 16], dtype=torch.int32)}
-    assert torch.equal(ops.select_blocks(**arguments), ops.select_blocks(**arguments, backend="reference"))
+    arguments = fp8(op, k_shape="keys") | {"k_offset": torch.tensor([8, 0, 16], dtype=torch.int32)}
+    if op != "select_blocks":
+        arguments["max_seqlen_k"] = 64
+    assert torch.equal(OPERATORS[op](**arguments), OPERATORS[op](**arguments, backend="reference"))
 
 
 def test_only_cells_of_fp8_are_compiled_for_scales_of_keys():
@@ -220,14 +254,14 @@ def test_only_cells_of_fp8_are_compiled_for_scales_of_keys():
     assert len(cells["bf16"].ci) == 20 and all("key_scales" not in point for point in cells["bf16"].ci)
 
 
-def test_operators_without_fp8_kernels_say_so():
+@pytest.mark.parametrize("op", INDEXERS)
+def test_fp8_is_served_and_cells_without_say_why(op):
     registry = default_registry()
     device = target_facts(registry.targets["sm90"])
-    for op, refused in (("index_score", True), ("decode_score", True), ("select_blocks", False)):
-        variant = {**registry.of(op)[0].ci[0], "key_scales": 1}
-        decision = dispatch.decide(dispatch.CallFacts(op, torch.device("cuda"), "q8k8", variant), device, registry)
-        assert (decision.chosen is None) == refused
-        assert f"{op}.tilelang.sm90.bf16: it takes bf16, the call is q8k8" in decision.complaint()
+    variant = {**registry.of(op)[0].ci[0], "key_scales": 1}
+    decision = dispatch.decide(dispatch.CallFacts(op, torch.device("cuda"), "q8k8", variant), device, registry)
+    assert decision.chosen is not None
+    assert f"{op}.tilelang.sm90.bf16: it takes bf16, the call is q8k8" in decision.complaint()
 
 
 def test_traced():

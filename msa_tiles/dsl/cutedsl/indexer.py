@@ -3,65 +3,74 @@
 A kernel derives from `Indexer`, gives `finish_pair`, and calls the methods in the order in which they stand here.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import scores, tma
+from msa_tiles.dsl.cutedsl import scores, tma, wgmma
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ROWS = 64  # of a consumer warpgroup: what one wgmma takes
 GROUP = 128  # threads of a warpgroup
+WARPS = GROUP // 32
+
+
+class Queries(NamedTuple):
+    """The queries in global memory, as TMA sees them: [token, dim, head]."""
+
+    atom: Any
+    rows: Any
 
 
 class Indexer:
-    """Scores of tiles of consumers * ROWS consecutive queries of one request, by blocks of keys.
+    """Scores of tiles of consecutive queries of one request, by blocks of keys.
 
-    Keys are idx_k [total_k, head_dim], or [pages, page, head_dim] with pages_per_block > 0. A block of a paged request
-    is found through page_table [requests, max_pages]; what an entry past the request's keys names does not matter: its
-    rows are masked, and TMA answers a page outside the pool with zeros.
+    `keys` is an operand, see msa_tiles.dsl.cutedsl.operands.index_native. A block of a paged request is found through
+    page_table [requests, max_pages]. Queries are of the element that is multiplied, and have scales where it is of 8
+    bits.
     """
 
-    def __init__(
-        self, element, head_dim, block_size, heads, pages_per_block, stages, consumers, producer_registers,
-        consumer_registers,
-    ):  # fmt: skip
-        """`heads` index heads are reduced to one maximum; the rest are the plan's tile sizes."""
-        self.element = element
-        self.head_dim = head_dim
-        self.block_size = block_size
+    def __init__(self, keys, heads, consumers, producer_registers, consumer_registers, tiles_per_group=1):
+        """`heads` index heads are reduced to one maximum; a consumer warpgroup has so many tiles of ROWS queries."""
+        self.keys = keys
+        self.element = keys.element
+        self.head_dim = keys.head_dim
+        self.block_size = keys.block_size
+        self.stages = keys.stages
         self.heads = heads
-        self.pages_per_block = pages_per_block
-        self.stages = stages
         self.consumers = consumers
         self.producer_registers = producer_registers
         self.consumer_registers = consumer_registers
-        self.tile = consumers * ROWS
+        self.tiles = tiles_per_group * consumers
+        self.tile = self.tiles * ROWS
         self.threads = (consumers + 1) * GROUP
-        self.box_rows = block_size // max(pages_per_block, 1)
-        self.query_bytes = consumers * heads * ROWS * head_dim * element.width // 8
-        self.block_bytes = block_size * head_dim * element.width // 8
+        self.panel = tma.panel_columns(self.element, self.head_dim)
+        self.query_bytes = self.tile * heads * self.head_dim * self.element.width // 8
 
     def arguments(self, out_element, scalars):
-        """Stand-ins for cute.compile: the tensors, the output, `scalars` int32 and the stream."""
-        total_q, starts = cute.sym_int(), cute.sym_int()
+        """Stand-ins for cute.compile: the queries, the keys, each with their scales if they have any; page_table,
+        cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions; the output, `scalars` int32 and the stream.
+        """
+        total_q, heads, starts = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
         def tensor(element, *shape, align=None):
             # The strides of what may be large are 64-bit, whatever the lengths.
             strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
             return make_fake_tensor(element, shape, strides, assumed_align=align)
 
-        keys = (cute.sym_int(), self.head_dim)
-        if self.pages_per_block:
-            keys = (cute.sym_int(), self.box_rows, self.head_dim)
+        queries = [tensor(self.element, total_q, heads, self.head_dim, align=tma.BYTES)]
+        if self.element.width == 8:
+            queries.append(make_fake_tensor(Float32, (total_q, heads), (cute.sym_int64(), cute.sym_int64())))
         return (
-            tensor(self.element, total_q, cute.sym_int(), self.head_dim, align=tma.BYTES),
-            tensor(self.element, *keys, align=tma.BYTES),
+            *queries,
+            *self.keys.arguments(),
             tensor(Int32, cute.sym_int(), cute.sym_int()),
             tensor(Int32, starts),
             tensor(Int32, starts),
@@ -72,14 +81,9 @@ class Indexer:
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
-    def describe(self, idx_q, idx_k):
-        """On the host: copy atom and coordinates of the queries [token, dim, head] and of the keys.
-
-        Keys are [row, dim], or [row, dim, page].
-        """
-        keys = tma.described(idx_k, (1, 2, 0) if self.pages_per_block else (0, 1))
-        queries = tma.described(idx_q, (0, 2, 1))
-        return (*tma.box_atom(queries, ROWS), *tma.box_atom(keys, self.box_rows))
+    def described(self, idx_q):
+        """On the host: the queries."""
+        return Queries(*tma.box_atom(tma.described(idx_q, (0, 2, 1)), ROWS, self.panel))
 
     def launch(self, heads, idx_q, cu_seqlens_q):
         """A block for each head and tile slot: neighbours in the grid read the same keys."""
@@ -91,28 +95,25 @@ class Indexer:
         }
 
     @cute.jit
-    def prepare(self, memory: SmemAllocator, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom):
-        """Shared memory: queries [ROWS, head_dim, head and warpgroup], keys [block_size, head_dim, stage], barriers.
+    def prepare(self, memory: SmemAllocator, atoms):
+        """Shared memory: queries [ROWS, head_dim, tile and head], what the keys hold, and the barrier of the queries.
 
-        Barriers: q_full, then k_full of every stage, then k_free of every stage; ready for use on return.
+        Barriers are ready for use on return.
         """
         tiler = (ROWS, self.block_size, self.head_dim)
-        rows = LayoutEnum.ROW_MAJOR
-        q_layout = hopper.make_smem_layout_a(rows, tiler, self.element, self.consumers * self.heads)
-        k_layout = hopper.make_smem_layout_b(rows, tiler, self.element, self.stages)
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        barriers = memory.allocate_array(Int64, 1 + 2 * self.stages)
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, self.tiles * self.heads)
+        queries = memory.allocate_tensor(self.element, layout.outer, 1024, layout.inner)
+        allocated = self.keys.allocate(memory)
+        arrivals = (1, *self.keys.arrivals)
+        barriers = memory.allocate_array(Int64, len(arrivals))
         if cute.arch.thread_idx()[0] == 0:
-            cute.arch.mbarrier_init(barriers, 1)
-            for stage in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(barriers + 1 + stage, 1)
-                cute.arch.mbarrier_init(barriers + 1 + self.stages + stage, self.consumers * GROUP // 32)
+            for i in cutlass.range_constexpr(len(arrivals)):
+                cute.arch.mbarrier_init(barriers + i, arrivals[i])
             cute.arch.mbarrier_init_fence()
-            cpasync.prefetch_descriptor(q_atom)
-            cpasync.prefetch_descriptor(k_atom)
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        return queries, keys, barriers, barriers + 1, barriers + 1 + self.stages
+        return queries, self.keys.held(allocated, barriers + 1), barriers
 
     @cute.jit
     def find_tile(
@@ -145,73 +146,44 @@ class Indexer:
 
     @cute.jit
     def produce(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, sQ: cute.Tensor,
-        sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer, page_table: cute.Tensor,
+        self, mQ: Queries, sQ: cute.Tensor, q_full: cute.Pointer, stored: tuple, held: tuple, page_table: cute.Tensor,
         cu_seqlens_k: cute.Tensor, head: Int32, request: Int32, first_token: Int32, num_blocks: Int32,
     ):  # fmt: skip
         """The producer warp: all query tiles once, then one block of keys a stage."""
-        q_boxes = tma.boxes(sQ, ROWS, ROWS, self.head_dim, self.consumers * self.heads)
-        k_boxes = tma.boxes(sK, self.box_rows, self.block_size, self.head_dim, self.stages)
-        panels = self.head_dim // tma.PANEL
+        boxes = tma.boxes(sQ, ROWS, ROWS, self.head_dim, self.tiles * self.heads, self.panel)
         if num_blocks > 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full, self.query_bytes)
-            for w in cutlass.range_constexpr(self.consumers):
+            for tile in cutlass.range_constexpr(self.tiles):
                 for r in cutlass.range_constexpr(self.heads):
-                    queries = mQ[None, None, head * self.heads + r]
-                    for panel in cutlass.range_constexpr(panels):
-                        target = q_boxes[None, None, 0, panel, w * self.heads + r]
-                        tma.load_box(q_atom, queries, first_token + w * ROWS, panel, target, q_full)
+                    queries = mQ.rows[None, None, head * self.heads + r]
+                    for panel in cutlass.range_constexpr(self.head_dim // self.panel):
+                        target = boxes[None, None, 0, panel, tile * self.heads + r]
+                        tma.load_box(mQ.atom, queries, first_token + tile * ROWS, panel, target, q_full)
         stage = Int32(0)
         phase = Int32(1)
         for block in cutlass.range(num_blocks, unroll=1):
-            pages = []
-            if cutlass.const_expr(self.pages_per_block > 0):
-                for p in cutlass.range_constexpr(self.pages_per_block):
-                    entry = cutlass.min(block * self.pages_per_block + p, Int32(page_table.shape[1]) - 1)
-                    pages.append(page_table[request, entry])
-            cute.arch.mbarrier_wait(k_free + stage, phase)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.block_bytes)
-            for panel in cutlass.range_constexpr(panels):
-                if cutlass.const_expr(self.pages_per_block > 0):
-                    for p in cutlass.range_constexpr(self.pages_per_block):
-                        target = k_boxes[None, None, p, panel, stage]
-                        tma.load_box(k_atom, mK[None, None, pages[p]], Int32(0), panel, target, k_full + stage)
-                else:
-                    row = cu_seqlens_k[request] + block * self.block_size
-                    tma.load_box(k_atom, mK, row, panel, k_boxes[None, None, 0, panel, stage], k_full + stage)
+            row = cu_seqlens_k[request] + block * self.block_size
+            self.keys.load(stored, held, stage, phase, row, self.keys.pages(page_table, request, block))
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
 
-    def operands(self, sQ, sK):
+    def operands(self, sQ, held):
         """The two multiplications (the first step of a product, the steps after it) and their operands in smem."""
-        major = OperandMajorMode.K
-        shape = (ROWS, self.block_size)
-        first, rest = (
-            hopper.make_trivial_tiled_mma(self.element, self.element, major, major, cutlass.Float32, (1, 1, 1), shape)
-            for _ in range(2)
-        )
-        first.set(warpgroup.Field.ACCUMULATE, False)
-        rest.set(warpgroup.Field.ACCUMULATE, True)
-        thread = first.get_slice(0)
-        return first, rest, first.make_fragment_A(thread.partition_A(sQ)), first.make_fragment_B(thread.partition_B(sK))
+        multiplications = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        return multiplications, wgmma.operand_a(multiplications, sQ), wgmma.operand_b(multiplications, held.tiles)
 
-    def score_tile(self, first):
+    def score_tile(self, operands):
         """Registers of one score tile."""
-        return first.make_fragment_C(first.partition_shape_C((ROWS, self.block_size)))
+        return wgmma.accumulator(operands[0], self.block_size)
 
     @cute.jit
     def multiply(self, operands, tile: Int32, stage: Int32, into: cute.Tensor):
         """Start into = queries of this tile x keys of this stage."""
-        first, rest, queries, keys = operands
-        warpgroup.fence()
-        for step in cutlass.range_constexpr(self.head_dim // 16):
-            mma = first if cutlass.const_expr(step == 0) else rest
-            cute.gemm(mma, into, queries[None, None, step, tile], keys[None, None, step, stage], into)
-        warpgroup.commit_group()
+        multiplications, queries, keys = operands
+        wgmma.multiply(multiplications, into, queries[None, None, None, tile], keys[None, None, None, stage])
 
     @cute.jit
     def row_limits(
@@ -233,28 +205,28 @@ class Indexer:
 
     @cute.jit
     def score_pairs(
-        self, operands, first_tile: Int32, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        limits: cute.Tensor, full_blocks: Int32, num_blocks: Int32, lane: Int32, state,
+        self, operands, first_tile: Int32, q_full: cute.Pointer, held: tuple, limits: cute.Tensor, full_blocks: Int32,
+        num_blocks: Int32, lane: Int32, state,
     ):  # fmt: skip
         """Two score tiles: the even block's is reduced while the odd one's is multiplied, then the other way round.
 
         Calls finish_pair(state, first block, even maxima, odd maxima, lane) after every pair.
         """
-        S_even = self.score_tile(operands[0])
-        S_odd = self.score_tile(operands[0])
-        max_even = cute.make_rmem_tensor(2, cutlass.Float32)
-        max_odd = cute.make_rmem_tensor(2, cutlass.Float32)
+        S_even = self.score_tile(operands)
+        S_odd = self.score_tile(operands)
+        max_even = cute.make_rmem_tensor(2, Float32)
+        max_odd = cute.make_rmem_tensor(2, Float32)
         last = self.heads - 1
         stage = Int32(0)
         phase = Int32(0)
         if num_blocks > 0:
             cute.arch.mbarrier_wait(q_full, 0)
-            cute.arch.mbarrier_wait(k_full, 0)
+            cute.arch.mbarrier_wait(held.full, 0)
         self.multiply(operands, first_tile, stage, S_even)
         for pair in cutlass.range((num_blocks + 1) // 2, unroll=1):
             block = pair * 2
-            max_even.fill(-cutlass.Float32.inf)
-            max_odd.fill(-cutlass.Float32.inf)
+            max_even.fill(-Float32.inf)
+            max_odd.fill(-Float32.inf)
             even = stage
             stage = stage + 1
             if stage == self.stages:
@@ -267,7 +239,7 @@ class Indexer:
                 stage = Int32(0)
                 next_phase = phase ^ 1
             if block + 1 < num_blocks:
-                cute.arch.mbarrier_wait(k_full + odd, phase)
+                cute.arch.mbarrier_wait(held.full + odd, phase)
             # Not unrolled: the compiler would keep the addresses of every head's queries in registers.
             for r in cutlass.range(self.heads, unroll=1):
                 warpgroup.wait_group(0)
@@ -276,30 +248,37 @@ class Indexer:
                 if r == last:
                     next_tile = first_tile
                     next_stage = stage
-                    self.release(k_free + even, lane)
+                    self.release_tile(held, even, lane)
                 # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
                 self.multiply(operands, first_tile + r, odd, S_odd)
-                scores.block_max(S_even, max_even, limits, block * self.block_size, block, full_blocks, lane)
+                factors = self.keys.factors(held, even)
+                scores.block_max(S_even, max_even, limits, block * self.block_size, block, full_blocks, lane, factors)
+                if r == last:
+                    self.release_factors(held, even, lane)
                 if (r == last) & (block + 2 < num_blocks):
-                    cute.arch.mbarrier_wait(k_full + stage, next_phase)
+                    cute.arch.mbarrier_wait(held.full + stage, next_phase)
                 warpgroup.wait_group(0)
                 if (r == last) & (block + 1 < num_blocks):
-                    self.release(k_free + odd, lane)
+                    self.release_tile(held, odd, lane)
                 self.multiply(operands, next_tile, next_stage, S_even)
-                scores.block_max(S_odd, max_odd, limits, (block + 1) * self.block_size, block + 1, full_blocks, lane)
+                first_key = (block + 1) * self.block_size
+                factors = self.keys.factors(held, odd)
+                scores.block_max(S_odd, max_odd, limits, first_key, block + 1, full_blocks, lane, factors)
+                if (r == last) & (block + 1 < num_blocks):
+                    self.release_factors(held, odd, lane)
             phase = next_phase
             self.finish_pair(state, block, max_even, max_odd, lane)
         warpgroup.wait_group(0)
 
     @cute.jit
     def score_singly(
-        self, operands, first_tile: Int32, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        limits: cute.Tensor, full_blocks: Int32, num_blocks: Int32, lane: Int32, state,
+        self, operands, first_tile: Int32, q_full: cute.Pointer, held: tuple, limits: cute.Tensor, full_blocks: Int32,
+        num_blocks: Int32, lane: Int32, state,
     ):  # fmt: skip
         """The same with one score tile, for states that leave no registers for a second one."""
-        S = self.score_tile(operands[0])
-        max_even = cute.make_rmem_tensor(2, cutlass.Float32)
-        max_odd = cute.make_rmem_tensor(2, cutlass.Float32)
+        S = self.score_tile(operands)
+        max_even = cute.make_rmem_tensor(2, Float32)
+        max_odd = cute.make_rmem_tensor(2, Float32)
         stage = Int32(0)
         phase = Int32(0)
         if num_blocks > 0:
@@ -308,16 +287,19 @@ class Indexer:
             for parity in cutlass.range_constexpr(2):
                 block = pair * 2 + parity
                 maxima = max_even if cutlass.const_expr(parity == 0) else max_odd
-                maxima.fill(-cutlass.Float32.inf)
+                maxima.fill(-Float32.inf)
                 if block < num_blocks:
-                    cute.arch.mbarrier_wait(k_full + stage, phase)
+                    cute.arch.mbarrier_wait(held.full + stage, phase)
                 for r in cutlass.range(self.heads, unroll=1):
                     # Past the last block the result is dropped, as above.
                     self.multiply(operands, first_tile + r, stage, S)
                     warpgroup.wait_group(0)
                     if (r == self.heads - 1) & (block < num_blocks):
-                        self.release(k_free + stage, lane)
-                    scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane)
+                        self.release_tile(held, stage, lane)
+                    factors = self.keys.factors(held, stage)
+                    scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)
+                    if (r == self.heads - 1) & (block < num_blocks):
+                        self.release_factors(held, stage, lane)
                 stage = stage + 1
                 if stage == self.stages:
                     stage = Int32(0)
@@ -325,7 +307,16 @@ class Indexer:
             self.finish_pair(state, pair * 2, max_even, max_odd, lane)
 
     @cute.jit
-    def release(self, free: cute.Pointer, lane: Int32):
-        """One arrival for each consumer warp: waiting for a product brings the warp together."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(free)
+    def release_tile(self, held: tuple, stage: Int32, lane: Int32):
+        """Behind the last product of a stage, which has brought the warp together: one arrival a consumer warp."""
+        if cutlass.const_expr(not self.keys.key_scales):
+            if lane == 0:
+                cute.arch.mbarrier_arrive(held.free + stage)
+
+    @cute.jit
+    def release_factors(self, held: tuple, stage: Int32, lane: Int32):
+        """The same where scales of keys lie in the stage until the products are reduced."""
+        if cutlass.const_expr(self.keys.key_scales):
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(held.free + stage)

@@ -8,9 +8,9 @@ positive do not care which negative number they turn down.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import choose, columns, maxima
 from msa_tiles.dsl.cutedsl.topk import INFINITY_BITS
 
 
@@ -40,36 +40,6 @@ def tile_maxima(
         else:
             first, second = maxima(scores, scales, None, lane)
     return first, second
-
-
-def columns(scores, scales, lane):
-    """This lane's scores, two neighbouring columns after the other: pairs of both rows.
-
-    The tile is only read, as `scores.fold` explains. Scales are read where they are used, for the sake of registers.
-    """
-    if scales is not None:
-        pairs = cute.make_tensor(
-            cute.recast_ptr(scales.iterator, dtype=Int64), cute.make_layout((4, cute.size(scales) // 8), stride=(1, 4))
-        )
-    for j in range(cute.size(scores) // 4):
-        found = [[scores[(column, half, j), 0, 0] for column in range(2)] for half in range(2)]
-        if scales is not None:
-            pair = pairs[lane % 4, j]
-            factors = Int32(pair).bitcast(Float32), Int32(pair >> 32).bitcast(Float32)
-            found = [[score * factor for score, factor in zip(row, factors, strict=True)] for row in found]
-        yield found
-
-
-def maxima(scores, scales, rooms, lane):
-    """The maxima of both rows, over the columns up to rooms[half], or all of them for None."""
-    # Two chains a row, so that one maximum need not wait for the last.
-    chains = [[-Float32.inf, -Float32.inf], [-Float32.inf, -Float32.inf]]
-    for j, pairs in enumerate(columns(scores, scales, lane)):
-        for half, pair in enumerate(pairs):
-            for column, score in enumerate(pair):
-                seen = score if rooms is None else choose(rooms[half] >= 8 * j + column, score, -Float32.inf)
-                chains[half][column] = cute.arch.fmax(chains[half][column], seen)
-    return cute.arch.fmax(*chains[0]), cute.arch.fmax(*chains[1])
 
 
 def integer_maxima(scores, scales, lane):

@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
+from msa_tiles.dsl.cutedsl.operands.index_native import IndexKeys
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.varlen import tile_limits
 
@@ -44,9 +45,16 @@ class TensorIndexer(Indexer):
         """`heads` index heads are reduced to one maximum; the rest are the plan's tile sizes."""
         # TMA brings the queries in boxes of ROWS, as on SM90. With so few threads each may have all the registers there
         # are, so that nothing is redistributed.
-        super().__init__(element, head_dim, block_size, heads, pages_per_block, stages, QUERIES // ROWS, 0, 0)
+        keys = IndexKeys(element, head_dim, block_size, pages_per_block, None, stages, 1)
+        super().__init__(keys, heads, QUERIES // ROWS, 0, 0)
+        self.pages_per_block = pages_per_block
         self.accumulators = accumulators
         self.threads = 2 * GROUP
+
+    def describe(self, idx_q, idx_k):
+        """On the host: copy atom and coordinates of the queries [token, dim, head] and of the keys."""
+        queries, keys = self.described(idx_q), self.keys.stored(idx_k)
+        return *queries, keys.atom, keys.rows
 
     def multiplications(self):
         """The first step of a product, which forgets what was there, and the steps after it."""
@@ -116,7 +124,7 @@ class TensorIndexer(Indexer):
     ):  # fmt: skip
         """The producer warp: the queries of every head once, then one block of keys a stage."""
         q_boxes = tma.boxes(sQ, ROWS, QUERIES, self.head_dim, self.heads)
-        k_boxes = tma.boxes(sK, self.box_rows, self.block_size, self.head_dim, self.stages)
+        k_boxes = tma.boxes(sK, self.keys.box_rows, self.block_size, self.head_dim, self.stages)
         panels = self.head_dim // tma.PANEL
         if num_blocks > 0:
             with cute.arch.elect_one():
@@ -137,7 +145,7 @@ class TensorIndexer(Indexer):
                     pages.append(page_table[request, entry])
             cute.arch.mbarrier_wait(k_free + stage, phase)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.block_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.keys.block_bytes)
             for panel in cutlass.range_constexpr(panels):
                 if cutlass.const_expr(self.pages_per_block > 0):
                     for p in cutlass.range_constexpr(self.pages_per_block):

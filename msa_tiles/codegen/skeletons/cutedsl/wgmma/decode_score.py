@@ -21,9 +21,10 @@ from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.operands import index_native as index_key
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
-from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
+from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
@@ -33,9 +34,15 @@ THREADS = 256
 GROUP = 128  # threads of the consumer warpgroup
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of a tile
+SWIZZLED = 8  # times 16 bytes, which a swizzle moves about
 
 
-def decode_score(head_dim: int, block_size: int, pages_per_block: int):
+def decode_score(
+    head_dim: int,
+    block_size: int,
+    pages_per_block: int,
+    key_scales: int,  # % if precision.scale
+):
     """Build the kernel for one index dim, block size and page size.
 
     idx_q [total_q, num_index_heads, head_dim] with at most ROWS heads, idx_k [total_k, head_dim], or
@@ -43,10 +50,19 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
     total_q, max_blocks] float32 with any strides on heads and tokens. Written are the blocks that hold keys of the
     query's request: the largest product of the block's visible keys, -inf for a block without one. The columns behind
     them, and the rows of no request, are left as they are.
+    # % if precision.scale
+    Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
+    [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
 
     Returns the entry point and stand-ins for its arguments.
     """
-    kernel = DecodeScore(head_dim, block_size, pages_per_block)
+    kernel = DecodeScore(
+        head_dim,
+        block_size,
+        pages_per_block,
+        key_scales,  # % if precision.scale
+    )
     return kernel, kernel.arguments()
 
 
@@ -67,26 +83,34 @@ class DecodeScore:
       warp 4         producer: streams the index keys, one block a stage; its lanes look up the pages of 32 blocks
       warps 5 .. 7   none: wgmma goes with whole warpgroups
 
-    Pipeline (name: depth, arrivals)
-      k_full: STAGES, 1 producer lane + TMA bytes      k_free: STAGES, 1 lane of each consumer warp
+    Pipelines
+      full, free: as the operand of the index keys says, all consumer warps being its readers
 
-    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
-      queries [64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
+    Shared memory, tiles swizzled
+      queries [64, head_dim]      keys [STAGES, block_size, head_dim]      what else the keys take      barriers
 
-    Two CTAs share a multiprocessor. With three stages each instead of two DRAM delivers 2% less. Each of these warps
-    finds the CTA's run by itself, 32 requests at a time.
+    Two CTAs share a multiprocessor, with no more in flight than DRAM delivers best: 128 KB. Each of these warps finds
+    the CTA's run by itself, 32 requests at a time.
     """
 
-    def __init__(self, head_dim, block_size, pages_per_block):
-        self.element = ELEMENTS[ELEMENT]
+    def __init__(
+        self,
+        head_dim,
+        block_size,
+        pages_per_block,
+        key_scales=None,
+    ):
+        self.keys = index_key.IndexKeys(
+            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, WARPS
+        )
+        self.element = self.keys.element
         self.head_dim = head_dim
         self.block_size = block_size
         self.pages_per_block = pages_per_block
-        self.box_rows = block_size // max(pages_per_block, 1)
-        self.block_bytes = block_size * head_dim * self.element.width // 8
+        self.panel = tma.panel_columns(self.element, head_dim)
 
     def arguments(self):
-        """Stand-ins for cute.compile: 8 tensors, 4 scalars and the stream."""
+        """Stand-ins for cute.compile: tensors, scalars and the stream, in the order of `__call__`."""
         total_q, heads = cute.sym_int(), cute.sym_int()
 
         def tensor(element, *shape, align=None):
@@ -94,33 +118,51 @@ class DecodeScore:
             strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
             return make_fake_tensor(element, shape, strides, assumed_align=align)
 
-        keys = (cute.sym_int(), self.head_dim)
-        if self.pages_per_block:
-            keys = (cute.sym_int(), self.box_rows, self.head_dim)
         return (
             tensor(self.element, total_q, heads, self.head_dim, align=tma.BYTES),
-            tensor(self.element, *keys, align=tma.BYTES),
+            make_fake_tensor(Float32, (total_q, heads), (cute.sym_int64(), cute.sym_int64())),  # % if precision.scale
+            *self.keys.arguments(),
             tensor(Int32, cute.sym_int(), cute.sym_int()),
             tensor(Int32, cute.sym_int()),
             tensor(Int32, cute.sym_int()),
             tensor(Int32, cute.sym_int()),
             tensor(Int32, cute.sym_int()),
             tensor(Float32, heads, total_q, cute.sym_int()),
-            *(Int32(0) for _ in range(4)),
+            *(Int32(0) for _ in range(2)),
+            *(Int32(0) for _ in range(2)),  # % if precision.scale
+            *(Int32(0) for _ in range(2)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
     @cute.jit
     def __call__(
-        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
-        use_seqused: Int32, use_positions: Int32, causal: Int32, num_ctas: Int32, stream,
-    ):  # fmt: skip
+        self,
+        idx_q: cute.Tensor,
+        q_scale: cute.Tensor,  # % if precision.scale
+        idx_k: cute.Tensor,
+        k_scale: cute.Tensor,  # % if precision.scale
+        page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,
+        q_positions: cute.Tensor,
+        out: cute.Tensor,
+        use_seqused: Int32,
+        use_positions: Int32,
+        use_q_scale: Int32,  # % if precision.scale
+        use_k_scale: Int32,  # % if precision.scale
+        causal: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
         """Launch, as early as the kernel before allows. An absent tensor is any other of its rank and type."""
-        modes = (1, 2, 0) if self.pages_per_block else (0, 1)
-        k_atom, mK = tma.box_atom(tma.described(idx_k, modes), self.box_rows)
+        # % if precision.scale
+        keys, scales = self.keys.stored(idx_k, k_scale), index_key.Scales(q_scale, use_q_scale, use_k_scale)
+        # % else
+        keys, scales = self.keys.stored(idx_k), None
+        # % endif
         self.kernel(
-            k_atom, mK, idx_q, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
+            keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, causal,
         ).launch(
             grid=(num_ctas, 1, 1),
@@ -134,26 +176,26 @@ class DecodeScore:
 
     @cute.kernel
     def kernel(
-        self, k_atom: cute.CopyAtom, mK: cute.Tensor, idx_q: cute.Tensor, page_table: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        out: cute.Tensor, use_seqused: Int32, use_positions: Int32, causal: Int32,
+        self, stored: tuple, idx_q: cute.Tensor, scales, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
+        use_seqused: Int32, use_positions: Int32, causal: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = SmemAllocator()
         tiler = (ROWS, self.block_size, self.head_dim)
         q_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, 1)
-        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, self.element, STAGES)
         queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        k_full = memory.allocate_array(Int64, 2 * STAGES)
-        k_free = k_full + STAGES
+        allocated = self.keys.allocate(memory)
+        arrivals = self.keys.arrivals
+        barriers = memory.allocate_array(Int64, len(arrivals))
+        held = self.keys.held(allocated, barriers)
         if thread == 0:
-            for stage in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(k_full + stage, 1)
-                cute.arch.mbarrier_init(k_free + stage, WARPS)
+            for i in cutlass.range_constexpr(len(arrivals)):
+                cute.arch.mbarrier_init(barriers + i, arrivals[i])
             cute.arch.mbarrier_init_fence()
-            cpasync.prefetch_descriptor(k_atom)
+            for atom in self.keys.atoms(stored):
+                cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
         cute.arch.griddepcontrol_wait()
@@ -162,10 +204,10 @@ class DecodeScore:
             cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, ROWS // Int32(idx_q.shape[1]), Int32(out.shape[2])
         )
         if warp == WARPS:
-            self.produce(k_atom, mK, page_table, keys, k_full, k_free, lengths, self.find_run(lengths))
+            self.produce(stored, held, page_table, lengths, self.find_run(lengths))
         elif warp < WARPS:
             run = self.find_run(lengths)
-            self.consume(idx_q, q_positions, queries, keys, k_full, k_free, lengths, run, use_positions, causal, out)
+            self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
 
     @cute.jit
     def measure(self, lengths: Lengths, request: Int32):
@@ -237,13 +279,9 @@ class DecodeScore:
         return request, tile, length, tiles, blocks
 
     @cute.jit
-    def produce(
-        self, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor, keys: cute.Tensor,
-        k_full: cute.Pointer, k_free: cute.Pointer, lengths: Lengths, run,
-    ):  # fmt: skip
+    def produce(self, stored: tuple, held: tuple, page_table: cute.Tensor, lengths: Lengths, run):
         """The producer warp: one block of keys a stage."""
         lane = cute.arch.lane_idx()
-        boxes = tma.boxes(keys, self.box_rows, self.block_size, self.head_dim, STAGES)
         left, request, tile, first_block, length, tiles, blocks = run
         stage = Int32(0)
         phase = Int32(1)
@@ -251,18 +289,13 @@ class DecodeScore:
             taken = cutlass.min(left, blocks - first_block)
             for first in cutlass.range(first_block, first_block + taken, WARP, unroll=1):
                 count = cutlass.min(first_block + taken - first, WARP)
-                pages = self.pages_of_lane(page_table, request, first + cutlass.min(lane, count - 1))
+                pages = self.keys.pages(page_table, request, first + cutlass.min(lane, count - 1))
                 for i in cutlass.range(count, unroll=1):
-                    cute.arch.mbarrier_wait(k_free + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, self.block_bytes)
-                    if cutlass.const_expr(self.pages_per_block > 0):
-                        for p in cutlass.range_constexpr(self.pages_per_block):
-                            source = mK[None, None, cute.arch.shuffle_sync(pages[p], i)]
-                            self.load(k_atom, source, Int32(0), boxes[None, None, p, None, stage], k_full + stage)
-                    else:
+                    row = Int32(0)
+                    if cutlass.const_expr(self.pages_per_block == 0):
                         row = lengths.cu_seqlens_k[request] + (first + i) * self.block_size
-                        self.load(k_atom, mK, row, boxes[None, None, 0, None, stage], k_full + stage)
+                    of_block = [cute.arch.shuffle_sync(page, i) for page in pages]
+                    self.keys.load(stored, held, stage, phase, row, of_block)
                     stage = stage + 1
                     if stage == STAGES:
                         stage = Int32(0)
@@ -271,22 +304,10 @@ class DecodeScore:
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
 
-    def pages_of_lane(self, page_table, request, block):
-        """The pages of a block; nothing for flat keys. What entries past the request's keys name does not matter."""
-        entries = (block * self.pages_per_block + p for p in range(self.pages_per_block))
-        return [page_table[request, cutlass.min(entry, Int32(page_table.shape[1]) - 1)] for entry in entries]
-
-    @cute.jit
-    def load(self, k_atom: cute.CopyAtom, source: cute.Tensor, row: Int32, boxes: cute.Tensor, full: cute.Pointer):
-        """All panels of one box of rows. TMA answers a page outside the pool, and rows past the keys, with zeros."""
-        for panel in cutlass.range_constexpr(self.head_dim // tma.PANEL):
-            tma.load_box(k_atom, source, row, panel, boxes[None, None, panel], full)
-
     @cute.jit
     def consume(
-        self, idx_q: cute.Tensor, q_positions: cute.Tensor, queries: cute.Tensor, keys: cute.Tensor,
-        k_full: cute.Pointer, k_free: cute.Pointer, lengths: Lengths, run, use_positions: Int32, causal: Int32,
-        out: cute.Tensor,
+        self, stored: tuple, held: tuple, idx_q: cute.Tensor, scales, q_positions: cute.Tensor, queries: cute.Tensor,
+        lengths: Lengths, run, use_positions: Int32, causal: Int32, out: cute.Tensor,
     ):  # fmt: skip
         """A consumer warp, of rows 16 warp to 16 warp + 15 of a tile."""
         thread, _, _ = cute.arch.thread_idx()
@@ -295,7 +316,7 @@ class DecodeScore:
         heads = Int32(idx_q.shape[1])
         score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         left_operand = wgmma.operand_a(score, queries)[None, None, None, 0]
-        right_operand = wgmma.operand_b(score, keys)
+        right_operand = wgmma.operand_b(score, held.tiles)
         S = wgmma.accumulator(score, self.block_size)
         limits = cute.make_rmem_tensor(2, Int32)
         maxima = cute.make_rmem_tensor(2, Float32)
@@ -319,35 +340,50 @@ class DecodeScore:
                     limits[h] = last_visible(q_positions, use_positions, token, end_token, length, length)
             least = Int32(cute.arch.warp_redux_sync(cutlass.min(limits[0], limits[1]), "min"))
             full_blocks = cutlass.max(least + 1, 0) // self.block_size
-            my_scores = out[my_row % heads, cutlass.min(first_token + my_row // heads, end_token - 1), None]
+            my_head, my_token = my_row % heads, cutlass.min(first_token + my_row // heads, end_token - 1)
+            my_scores = out[my_head, my_token, None]
+            factor = self.keys.row_factor(stored, scales, my_token, my_head)
             for block in cutlass.range(first_block, first_block + taken, unroll=1):
-                cute.arch.mbarrier_wait(k_full + stage, phase)
+                cute.arch.mbarrier_wait(held.full + stage, phase)
                 wgmma.multiply(score, S, left_operand, right_operand[None, None, None, stage])
                 warpgroup.wait_group(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(k_free + stage)
+                factors = self.keys.factors(held, stage)
+                if cutlass.const_expr(factors is None):
+                    self.release(held.free + stage, lane)
+                if first_row < rows:
+                    maxima.fill(-Float32.inf)
+                    scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)
+                    upper, lower = softmax.quad_max(maxima[0]), softmax.quad_max(maxima[1])
+                    if (half < 2) & (my_row < rows):
+                        my_scores[block] = scores.scaled(scores.choose(half == 1, lower, upper), factor)
+                if cutlass.const_expr(factors is not None):
+                    # They lie in the stage until all lanes have read them.
+                    cute.arch.sync_warp()
+                    self.release(held.free + stage, lane)
                 stage = stage + 1
                 if stage == STAGES:
                     stage = Int32(0)
                     phase = phase ^ 1
-                if first_row < rows:
-                    maxima.fill(-Float32.inf)
-                    scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane)
-                    upper, lower = softmax.quad_max(maxima[0]), softmax.quad_max(maxima[1])
-                    if (half < 2) & (my_row < rows):
-                        my_scores[block] = scores.choose(half == 1, lower, upper)
             left = left - taken
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
+
+    @cute.jit
+    def release(self, free: cute.Pointer, lane: Int32):
+        """One arrival for each consumer warp: waiting for a product brings the warp together."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(free)
 
     @cute.jit
     def clear_queries(self, queries: cute.Tensor, thread: Int32):
         """Zeros for rows that never hold a query: products with them cost the least power, and so the memory's clock
         stays up. `load_queries` puts a barrier between these and its rows.
         """
-        zeros = cute.make_rmem_tensor(VECTOR, self.element)
-        zeros.fill(0.0)
-        chunks = self.head_dim // VECTOR
+        vector = vector_of(self.element)
+        zeros = cute.make_rmem_tensor(BYTES // 4, Int32)
+        zeros.fill(0)
+        zeros = cute.make_tensor(cute.recast_ptr(zeros.iterator, dtype=self.element), cute.make_layout(vector))
+        chunks = self.head_dim // vector
         for i in cutlass.range_constexpr(ROWS * chunks // GROUP):
             place = i * GROUP + thread
             copy_wide(zeros, self.wide_of_tile(queries, place // chunks, place % chunks))
@@ -358,9 +394,10 @@ class DecodeScore:
         products depend on another row, and theirs are dropped.
         """
         heads = Int32(idx_q.shape[1])
-        chunks = self.head_dim // VECTOR
+        vector = vector_of(self.element)
+        chunks = self.head_dim // vector
         passes = ROWS * chunks // GROUP
-        got = cute.make_rmem_tensor((VECTOR, passes), self.element)
+        got = cute.make_rmem_tensor((vector, passes), self.element)
         # All loads before the first store: they are in flight together.
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
@@ -378,9 +415,12 @@ class DecodeScore:
 
     @cute.jit
     def wide_of_tile(self, queries: cute.Tensor, row: Int32, place: Int32) -> cute.Tensor:
-        """Elements 8 place to 8 place + 7 of a row of a tile: like `wide`, for panels swizzled by 128 bytes."""
-        in_panel = tma.PANEL // VECTOR
-        offset = (place // in_panel * ROWS + row) * tma.PANEL + ((place ^ row) % in_panel) * VECTOR
+        """The 16 bytes of this number in a row of a tile: like `wide`, for swizzled panels."""
+        vector = vector_of(self.element)
+        in_panel = self.panel // vector
+        # Rows of 64 bytes change places after two of them, those of 128 bytes after each.
+        swizzled = (place ^ row // (SWIZZLED // in_panel)) % in_panel
+        offset = (place // in_panel * ROWS + row) * self.panel + swizzled * vector
         start = queries.iterator.toint() + offset * self.element.width // 8
         aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
-        return cute.make_tensor(aligned, cute.make_layout(VECTOR))
+        return cute.make_tensor(aligned, cute.make_layout(vector))

@@ -11,30 +11,47 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
-from msa_tiles.dsl.cutedsl.scores import row_of_lane
+from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer
+from msa_tiles.dsl.cutedsl.operands import index_native as index_key
+from msa_tiles.dsl.cutedsl.scores import row_of_lane, scaled
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
+SCALARS = 3  # % if not precision.scale
+SCALARS = 5  # % if precision.scale
 WARP = 32
 WARP_ROWS = 16  # of a score tile
 
 
-def index_score(head_dim: int, block_size: int, pages_per_block: int):
+def index_score(
+    head_dim: int,
+    block_size: int,
+    pages_per_block: int,
+    key_scales: int,  # % if precision.scale
+):
     """Build the kernel for one index dim and block size.
 
     idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads, total_q,
     max_blocks] float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf
     for a block without one.
+    # % if precision.scale
+    Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
+    [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
 
     Returns the entry point and stand-ins for its arguments.
     """
-    kernel = IndexScore(head_dim, block_size, pages_per_block)
-    return kernel, kernel.arguments(Float32, scalars=3)
+    kernel = IndexScore(
+        head_dim,
+        block_size,
+        pages_per_block,
+        key_scales,  # % if precision.scale
+    )
+    return kernel, kernel.arguments(Float32, SCALARS)
 
 
 class IndexScore(Indexer):
@@ -45,48 +62,72 @@ class IndexScore(Indexer):
 
     Pipelines (name: depth, arrivals)
       q_full: 1, 1 producer thread + TMA bytes
-      k_full: STAGES, 1 producer thread + TMA bytes      k_free: STAGES, one of each consumer warp
+      full, free: as the operand of the index keys says, all consumer warps being its readers
 
-    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
-      queries [CONSUMERS, 64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
-      gathered [consumer warp, 16, 33] float32
+    Shared memory, tiles swizzled
+      queries [CONSUMERS, 64, head_dim]      keys [STAGES, block_size, head_dim]      what else the keys take
+      barriers      gathered [consumer warp, 16, 33] float32
 
     The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to 16i+15;
     their maxima gather in shared memory, 32 blocks a row, and leave as whole 128-byte lines.
     """
 
-    def __init__(self, head_dim, block_size, pages_per_block):
-        super().__init__(
-            ELEMENTS[ELEMENT], head_dim, block_size, 1, pages_per_block, STAGES, CONSUMERS,
-            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
-        )  # fmt: skip
+    def __init__(
+        self,
+        head_dim,
+        block_size,
+        pages_per_block,
+        key_scales=None,
+    ):
+        keys = index_key.IndexKeys(
+            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, CONSUMERS * WARPS
+        )
+        super().__init__(keys, 1, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 
     @cute.jit
     def __call__(
-        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
-        use_seqused: Int32, use_positions: Int32, causal: Int32, stream,
-    ):  # fmt: skip
+        self,
+        idx_q: cute.Tensor,
+        q_scale: cute.Tensor,  # % if precision.scale
+        idx_k: cute.Tensor,
+        k_scale: cute.Tensor,  # % if precision.scale
+        page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,
+        q_positions: cute.Tensor,
+        out: cute.Tensor,
+        use_seqused: Int32,
+        use_positions: Int32,
+        use_q_scale: Int32,  # % if precision.scale
+        use_k_scale: Int32,  # % if precision.scale
+        causal: Int32,
+        stream,
+    ):
         """Launch. An absent tensor is any other of its rank and type."""
-        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
+        # % if precision.scale
+        keys, scales = self.keys.stored(idx_k, k_scale), index_key.Scales(q_scale, use_q_scale, use_k_scale)
+        # % else
+        keys, scales = self.keys.stored(idx_k), None
+        # % endif
         self.kernel(
-            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
-            use_positions, causal,
+            self.described(idx_q), keys, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out,
+            use_seqused, use_positions, causal,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        out: cute.Tensor, use_seqused: Int32, use_positions: Int32, causal: Int32,
+        self, mQ: tuple, stored: tuple, scales, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
+        use_seqused: Int32, use_positions: Int32, causal: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, _ = cute.arch.block_idx()
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = SmemAllocator()
-        sQ, sK, q_full, k_full, k_free = self.prepare(memory, q_atom, k_atom)
-        consumer_warps = self.consumers * GROUP // WARP
+        sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))
+        consumer_warps = self.consumers * WARPS
         # A column more than a line holds: rows then begin in different banks.
         gathered = memory.allocate_tensor(
             Float32, cute.make_layout((consumer_warps, WARP_ROWS, WARP), stride=(WARP_ROWS * (WARP + 1), WARP + 1, 1))
@@ -101,16 +142,15 @@ class IndexScore(Indexer):
                 cute.arch.setmaxregister_decrease(self.producer_registers)
                 if warp == consumer_warps:
                     self.produce(
-                        q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
-                        request, first_token, num_blocks,
-                    )  # fmt: skip
+                        mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
+                    )
                 else:
                     self.fill_unseen(warp - consumer_warps - 1, head, first_token, end_token, scored, out)
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 group = warp // 4
                 self.consume(
-                    sQ, sK, gathered[warp, None, None], q_full, k_full, k_free, group, thread % GROUP, head,
+                    sQ, held, stored, scales, gathered[warp, None, None], q_full, group, thread % GROUP, head,
                     first_token + group * ROWS, end_token, first_limit + group * ROWS, length, num_blocks, scored,
                     q_positions, use_positions, out,
                 )  # fmt: skip
@@ -133,10 +173,10 @@ class IndexScore(Indexer):
 
     @cute.jit
     def consume(
-        self, sQ: cute.Tensor, sK: cute.Tensor, gathered: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer,
-        k_free: cute.Pointer, group: Int32, thread: Int32, head: Int32, first_token: Int32, end_token: Int32,
-        first_limit: Int32, length: Int32, num_blocks: Int32, scored: Int32, q_positions: cute.Tensor,
-        use_positions: Int32, out: cute.Tensor,
+        self, sQ: cute.Tensor, held: tuple, stored: tuple, scales, gathered: cute.Tensor, q_full: cute.Pointer,
+        group: Int32, thread: Int32, head: Int32, first_token: Int32, end_token: Int32, first_limit: Int32,
+        length: Int32, num_blocks: Int32, scored: Int32, q_positions: cute.Tensor, use_positions: Int32,
+        out: cute.Tensor,
     ):  # fmt: skip
         """The 64 rows of one warpgroup; first_token and first_limit are its own, thread counts in it."""
         lane = cute.arch.lane_idx()
@@ -145,10 +185,9 @@ class IndexScore(Indexer):
         )
         token = first_token + thread // WARP * WARP_ROWS
         rows = cutlass.min(end_token - token, WARP_ROWS)
-        state = (gathered, head, token, rows, scored, out)
-        self.score_pairs(
-            self.operands(sQ, sK), group, q_full, k_full, k_free, limits, full_blocks, num_blocks, lane, state
-        )
+        factor = self.keys.row_factor(stored, scales, cutlass.min(token + lane % WARP_ROWS, end_token - 1), head)
+        state = (gathered, factor, head, token, rows, scored, out)
+        self.score_pairs(self.operands(sQ, held), group, q_full, held, limits, full_blocks, num_blocks, lane, state)
         # What is left of the last line; nothing if a pair has just completed it.
         if (num_blocks + 1) % WARP >= 2:
             self.store_line(state, num_blocks // WARP * WARP, lane)
@@ -156,14 +195,15 @@ class IndexScore(Indexer):
     @cute.jit
     def finish_pair(self, state, first_block: Int32, max_even: cute.Tensor, max_odd: cute.Tensor, lane: Int32):
         """Gather the maxima of two neighbouring blocks; a complete line of them leaves."""
-        state[0][lane % WARP_ROWS, first_block % WARP + lane // WARP_ROWS] = row_of_lane(max_even, max_odd, lane)
+        found = scaled(row_of_lane(max_even, max_odd, lane), state[1])
+        state[0][lane % WARP_ROWS, first_block % WARP + lane // WARP_ROWS] = found
         if (first_block + 2) % WARP == 0:
             self.store_line(state, first_block + 2 - WARP, lane)
 
     @cute.jit
     def store_line(self, state, first_block: Int32, lane: Int32):
         """Write this warp's rows of the blocks from first_block on, as many as gathered but those not `scored`."""
-        gathered, head, token, rows, scored, out = state
+        gathered, _, head, token, rows, scored, out = state
         cute.arch.sync_warp()
         if first_block + lane < scored:
             for row in cutlass.range(rows, unroll=1):

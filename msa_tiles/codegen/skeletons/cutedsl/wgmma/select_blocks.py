@@ -18,9 +18,10 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import queued  # % if precision.scale
 from msa_tiles.dsl.cutedsl import topk as top
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if not precision.scale
-from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer  # % if not precision.scale
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer  # % if not precision.scale
 from msa_tiles.dsl.cutedsl.maxima import place_of_lane  # % if precision.scale
+from msa_tiles.dsl.cutedsl.operands import index_native as index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane  # % if not precision.scale
 from msa_tiles.dsl.cutedsl.tall import TALL, WARPS, TallIndexer  # % if precision.scale
 from msa_tiles.dsl.cutedsl.varlen import last_visible
@@ -54,15 +55,14 @@ class SelectBlocks(TallIndexer):
     """Warps
       warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
       warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
-                                    its second warp, with key_scales: the scales of these keys
 
     Pipelines (name: depth, arrivals)
       q_full: 1, 1 producer thread + TMA bytes
-      k_full: STAGES, 1 thread of each producer warp + TMA bytes      k_free: STAGES, one of each consumer warp
+      full, free: as the operand of the index keys says, all consumer warps being its readers
 
     Shared memory, tiles of rows of head_dim bytes, swizzled
       queries [2 * CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]
-      key_scale [STAGES, block_size]      query_scale [heads_per_group, CONSUMERS * 128]      barriers
+      what else the keys take      barriers      query_scale [heads_per_group, CONSUMERS * 128]
       queues [warp, queued.WAITING, lane] of 8 bytes
 
     The consumer has two score tiles, of the same keys: one is multiplied while the other is reduced; a list of 64
@@ -72,10 +72,10 @@ class SelectBlocks(TallIndexer):
     """
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block, key_scales):
-        super().__init__(
-            ELEMENT, head_dim, block_size, heads_per_group, pages_per_block, key_scales, STAGES, CONSUMERS,
-            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
-        )  # fmt: skip
+        keys = index_key.IndexKeys(
+            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, CONSUMERS * WARPS
+        )
+        super().__init__(keys, heads_per_group, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
         self.topk = topk
 
     @cute.jit
@@ -86,25 +86,24 @@ class SelectBlocks(TallIndexer):
         init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
     ):  # fmt: skip
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
-        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
         self.kernel(
-            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, q_scale, k_scale,
-            out, use_seqused, use_positions, use_q_scale, init_blocks, local_blocks, order,
+            self.described(idx_q), self.keys.stored(idx_k, k_scale), page_table, cu_seqlens_q, cu_seqlens_k, seqused_k,
+            q_positions, q_scale, out, use_seqused, use_positions, use_q_scale, init_blocks, local_blocks, order,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        q_scale: cute.Tensor, k_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32,
-        use_q_scale: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
+        self, mQ: tuple, stored: tuple, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor, q_positions: cute.Tensor, q_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32,
+        use_positions: Int32, use_q_scale: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
     ):  # fmt: skip
         head, slot_reversed, _ = cute.arch.block_idx()
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first_producer = self.consumers * WARPS
         memory = SmemAllocator()
-        sQ, sK, key_scale, query_scale, q_full, k_full, k_free = self.prepare(memory, q_atom, k_atom)
+        sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))
+        query_scale = self.allocate_query_scales(memory)
         queues = queued.allocate(memory, first_producer)
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
@@ -115,27 +114,21 @@ class SelectBlocks(TallIndexer):
                 cute.arch.setmaxregister_decrease(self.producer_registers)
                 if warp == first_producer:
                     self.produce(
-                        q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
-                        request, first_token, num_blocks,
-                    )  # fmt: skip
-                if cutlass.const_expr(self.key_scales):
-                    if warp == first_producer + 1:
-                        self.produce_scales(
-                            k_scale, key_scale, k_full, k_free, page_table, cu_seqlens_k, request, num_blocks
-                        )
+                        mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
+                    )
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 rows = warp // WARPS * TALL
                 self.consume(
-                    sQ, sK, q_full, k_full, k_free, key_scale, query_scale, queues[None, cute.arch.lane_idx(), warp],
-                    warp, head, first_token + rows, end_token, first_limit + rows, length, num_blocks, q_positions,
-                    use_positions, q_scale, use_q_scale, init_blocks, local_blocks, order, out,
+                    sQ, q_full, held, query_scale, queues[None, cute.arch.lane_idx(), warp], warp, head,
+                    first_token + rows, end_token, first_limit + rows, length, num_blocks, q_positions, use_positions,
+                    q_scale, use_q_scale, init_blocks, local_blocks, order, out,
                 )  # fmt: skip
 
     @cute.jit
     def consume(
-        self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        key_scale: cute.Tensor, query_scale: cute.Tensor, queue: cute.Tensor, warp: Int32, head: Int32,
+        self, sQ: cute.Tensor, q_full: cute.Pointer, held: tuple, query_scale: cute.Tensor, queue: cute.Tensor,
+        warp: Int32, head: Int32,
         first_token: Int32, end_token: Int32, first_limit: Int32, length: Int32, num_blocks: Int32,
         q_positions: cute.Tensor, use_positions: Int32, q_scale: cute.Tensor, use_q_scale: Int32,
         init_blocks: Int32, local_blocks: Int32, order: Int32, out: cute.Tensor,
@@ -151,9 +144,9 @@ class SelectBlocks(TallIndexer):
         row = queued.Candidates(queue, self.topk, valid, init_blocks, local_blocks)
         queued.start(row)
         sight = self.sight(q_positions, use_positions, first_token, end_token, first_limit, length, warp % WARPS)
-        operands = self.operands(sQ, sK)
+        operands = self.operands(sQ, held)
         score = self.score_blocks if cutlass.const_expr(self.topk <= 32) else self.score_blocks_singly
-        score(operands, q_full, k_full, k_free, key_scale, query_scale, warp, sight, num_blocks, row)
+        score(operands, q_full, held, query_scale, warp, sight, num_blocks, row)
         queued.settle(row)
         if token < end_token:
             top.emit(row.keys, row.ids, valid, Int32(out.shape[2]), order, out[head, token, None])
@@ -185,7 +178,7 @@ class SelectBlocks(Indexer):
 
     Pipelines (name: depth, arrivals)
       q_full: 1, 1 producer thread + TMA bytes
-      k_full: STAGES, 1 producer thread + TMA bytes      k_free: STAGES, one of each consumer warp
+      full, free: as the operand of the index keys says, all consumer warps being its readers
 
     Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
       queries [CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
@@ -197,10 +190,10 @@ class SelectBlocks(Indexer):
     """
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block):
-        super().__init__(
-            ELEMENTS[ELEMENT], head_dim, block_size, heads_per_group, pages_per_block, STAGES, CONSUMERS,
-            PRODUCER_REGISTERS, CONSUMER_REGISTERS,
-        )  # fmt: skip
+        keys = index_key.IndexKeys(
+            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, None, STAGES, CONSUMERS * WARPS
+        )
+        super().__init__(keys, heads_per_group, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
         self.topk = topk
 
     @cute.jit
@@ -210,51 +203,48 @@ class SelectBlocks(Indexer):
         use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
     ):  # fmt: skip
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
-        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
         self.kernel(
-            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
-            use_positions, init_blocks, local_blocks, order,
+            self.described(idx_q), self.keys.stored(idx_k), page_table, cu_seqlens_q, cu_seqlens_k, seqused_k,
+            q_positions, out, use_seqused, use_positions, init_blocks, local_blocks, order,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        out: cute.Tensor, use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
-        order: Int32,
+        self, mQ: tuple, stored: tuple, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32,
+        init_blocks: Int32, local_blocks: Int32, order: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, _ = cute.arch.block_idx()
         _, slots, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sQ, sK, q_full, k_full, k_free = self.prepare(SmemAllocator(), q_atom, k_atom)
+        sQ, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
         )  # fmt: skip
         if first_token < end_token:
-            if warp >= self.consumers * GROUP // 32:
+            if warp >= self.consumers * WARPS:
                 cute.arch.setmaxregister_decrease(self.producer_registers)
-                if warp == self.consumers * GROUP // 32:
+                if warp == self.consumers * WARPS:
                     self.produce(
-                        q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head,
-                        request, first_token, num_blocks,
-                    )  # fmt: skip
+                        mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
+                    )
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 group = warp // 4
                 self.consume(
-                    sQ, sK, q_full, k_full, k_free, group, thread % GROUP, head, first_token + group * ROWS, end_token,
+                    sQ, q_full, held, group, thread % GROUP, head, first_token + group * ROWS, end_token,
                     first_limit + group * ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
                     local_blocks, order, out,
                 )  # fmt: skip
 
     @cute.jit
     def consume(
-        self, sQ: cute.Tensor, sK: cute.Tensor, q_full: cute.Pointer, k_full: cute.Pointer, k_free: cute.Pointer,
-        group: Int32, thread: Int32, head: Int32, first_token: Int32, end_token: Int32, first_limit: Int32,
-        length: Int32, num_blocks: Int32, q_positions: cute.Tensor, use_positions: Int32, init_blocks: Int32,
-        local_blocks: Int32, order: Int32, out: cute.Tensor,
+        self, sQ: cute.Tensor, q_full: cute.Pointer, held: tuple, group: Int32, thread: Int32, head: Int32,
+        first_token: Int32, end_token: Int32, first_limit: Int32, length: Int32, num_blocks: Int32,
+        q_positions: cute.Tensor, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
+        out: cute.Tensor,
     ):  # fmt: skip
         """The 64 rows of one warpgroup; first_token and first_limit are its own, thread counts in it."""
         lane = cute.arch.lane_idx()
@@ -268,10 +258,10 @@ class SelectBlocks(Indexer):
         limits, full_blocks = self.row_limits(
             q_positions, use_positions, first_token, end_token, first_limit, length, thread
         )
-        operands = self.operands(sQ, sK)
+        operands = self.operands(sQ, held)
         state = (keys, ids, valid, init_blocks, local_blocks)
         score = self.score_pairs if cutlass.const_expr(self.topk <= 32) else self.score_singly
-        score(operands, group * self.heads, q_full, k_full, k_free, limits, full_blocks, num_blocks, lane, state)
+        score(operands, group * self.heads, q_full, held, limits, full_blocks, num_blocks, lane, state)
         top.merge(keys, ids, 16, lane < 16)
         if (lane < 16) & (token < end_token):
             top.emit(keys, ids, valid, Int32(out.shape[2]), order, out[head, token, None])
