@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -556,6 +557,29 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
     (calls,) = [calls for calls in MODULES if hasattr(calls, op)]
     values = "integer" if op == "select_blocks" else "normal"
     getattr(calls, op)(Call([(1, keys)], seed=keys, loose=True, values=values, target=target), **sizes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize(
+    ("op", "call", "sizes"),
+    [
+        ("sparse_attention", {"sequences": [(90, 150), (70, 70)]}, {"head_dim": 64, "block_size": 64, "ctas": 3}),
+        ("sparse_attention", {"sequences": [(130, 130)]}, {"head_dim": 128, "block_size": 128, "group": 16}),
+        ("shared_attention", {"sequences": [(90, 150), (70, 70)]}, {"head_dim": 64, "block_size": 64, "ctas": 3}),
+        ("shared_attention", {"sequences": [(66, 160)]}, {"head_dim": 128, "block_size": 128, "group": 16, "ctas": 3}),
+        ("sparse_decode", {"sequences": [(8, 130), (3, 70)]}, {"head_dim": 64, "block_size": 64, "splits": 2}),
+        ("sparse_decode", {"sequences": [(5, 130)], "pages_per_block": 2}, {"head_dim": 128, "block_size": 128}),
+    ],
+    ids=["prefill", "prefill-wide", "shared", "shared-wide", "decode", "decode-wide"],
+)
+def test_what_is_not_finite_reaches_who_sees_it(
+    op: str, call: dict[str, Any], sizes: dict[str, Any], which: str, value: float
+) -> None:
+    """In a block that queries read, some of them see the place and some do not."""
+    (calls,) = [calls for calls in MODULES if hasattr(calls, op)]
+    sizes = {"group": 8, "topk": 3, **({"close": True} if op == "shared_attention" else {}), **sizes}
+    getattr(calls, op)(Call(**call, seed=5, spoilt=(which, value)), **sizes)
 
 
 @pytest.mark.parametrize("seed", range(10, 14))

@@ -29,27 +29,6 @@ def block_keys(heads, head_dim, block_size, pages_per_block, name):
 
 
 @T.macro
-def load_block(keys, page_table, row, head, shared, full, block_size, head_dim, pages_per_block):
-    """keys [total_k, heads, dim], or [pages, heads, page, dim] with pages_per_block > 0 -> shared [block_size, dim].
-
-    Signals full.
-    """
-    if pages_per_block == 0:
-        T.tma_copy(described(keys)[row : row + block_size, head, :], shared, barrier=full)
-    else:
-        page_size = block_size // pages_per_block
-        span = page_table.shape[1] * block_size
-        for p in T.unroll(pages_per_block):
-            page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
-            for half in T.unroll(head_dim // 64):
-                T.tma_copy(
-                    described(keys)[page, head, 0:page_size, half * 64 : half * 64 + 64],
-                    shared[p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
-                    barrier=full,
-                )
-
-
-@T.macro
 def load_index_block(keys, page_table, row, shared, full, stage, block_size, head_dim, pages_per_block):
     """keys [total_k, dim], or [pages, page, dim] with pages_per_block > 0 -> shared[stage] [block_size, dim].
 

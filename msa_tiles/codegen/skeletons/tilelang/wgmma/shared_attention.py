@@ -15,6 +15,7 @@ Pipelines (name: depth, arrivals)
              more than STAGES, so that the producer never overwrites what is still to be read
   q_full: 1, 128 producer threads + TMA bytes               q_free: 1, the 128 consumer threads
   full: STAGES, 128 producer threads + TMA bytes            free: STAGES, the 128 consumer threads
+  done: 1, the 128 consumer threads, once all tiles have had their turn
 
 A stage of the ring holds K of a block, then the next one its V. Behind the blocks come partial results, block_size //
 64 slots of all rows a stage: the rows of a query with fewer slots are not loaded, and stay out of the sum. Every tile
@@ -31,13 +32,20 @@ Launched while the kernel before ends (programmatic dependent launch). That is t
 itself began when everything before it was there: only its partial results are waited for, by each role before it first
 reads them, and nothing is written before. Q, keys and values of a CTA's first tile are on their way meanwhile.
 
+Infinite and NaN values of a block reach queries that do not see their rows, as 0 times infinity or NaN, and leave all
+rows of a tile so in their column. Nobody looks for them beforehand: where the first row of a tile has such a number the
+consumer notes it, and both roles go through their tiles once more, from the first one that was noted. There such
+values are taken out of blocks that some query sees in part or not at all (msa_tiles.dsl.tilelang.hidden).
+
 The fields of the `shared` words are those that the split_selection kernel documents.
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out, unbounded
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.softmax import LOWEST
 from msa_tiles.dsl.tilelang.stages import load_stage
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -57,8 +65,11 @@ AHEAD = 8
 CUT, VALID_SHIFT = 1 << 8, 9
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
-LOWEST = -1.0e30
+
+
+def first_again(noted):
+    """The first place that a consumer warp has noted; the end of all where none has."""
+    return T.min(T.min(noted[0], noted[1]), T.min(noted[2], noted[3]))
 
 
 @T.macro
@@ -125,6 +136,9 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             q_free = T.alloc_barrier(arrive_count=128)
             full = T.alloc_barrier(arrive_count=[128] * STAGES)
             free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            # The first place that each consumer warp wants to take again.
+            again_shared = T.alloc_shared([4], "int32", scope="shared")
+            done = T.alloc_barrier(arrive_count=128)
             at = T.alloc_local([2], "int32")
             q_phase = T.alloc_var("int32")
             head = T.alloc_var("int32")
@@ -134,11 +148,18 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             most = T.alloc_var("int32")
             number = T.alloc_var("int32")
             key_row = T.alloc_var("int32")
+            place = T.alloc_var("int32")
+            turn = T.alloc_var("int32")
+            again = T.alloc_var("int32")
             tx = T.get_thread_binding()
             window_first = window_index * window
             window_last = T.min(window_first + window, total_q)
             tiles = T.ceildiv(window_last - window_first, queries)
-            rounds = T.ceildiv(tiles * num_kv_heads - cta, num_ctas)
+            end = tiles * num_kv_heads
+            # Of the tiles of all heads; a tile that is taken again has one more turn.
+            place = cta
+            turn = 0
+            again = 0
             at[0] = 0
             at[1] = 0
             q_phase = 0
@@ -146,9 +167,9 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 # Four counts a word: the producer has few registers.
                 slots = T.alloc_local([queries // 4], "int32")
-                for round in T.serial(rounds):
-                    head = T.truncdiv(cta + round * num_ctas, tiles)
-                    tile = cta + round * num_ctas - head * tiles
+                while place < end:
+                    head = T.truncdiv(place, tiles)
+                    tile = place - head * tiles
                     token = window_first + tile * queries
                     tile = tile + T.truncdiv(window_first, queries)
                     num = shared_counts[head, tile]
@@ -163,12 +184,12 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         else:
                             slots[r // 4] = slots[r // 4] | (number << (r % 4 * 8))
                     if tx == 128:
-                        tile_shared[round % TILES, 0] = num
-                        tile_shared[round % TILES, 1] = most
+                        tile_shared[turn % TILES, 0] = num
+                        tile_shared[turn % TILES, 1] = most
                         for r in T.unroll(queries):
-                            tile_shared[round % TILES, 2 + r] = (slots[r // 4] >> (r % 4 * 8)) & 255
-                            tile_shared[round % TILES, 2 + queries + r] = last_rows[T.min(token + r, total_q - 1)]
-                    T.barrier_arrive(tile_full[round % TILES])
+                            tile_shared[turn % TILES, 2 + r] = (slots[r // 4] >> (r % 4 * 8)) & 255
+                            tile_shared[turn % TILES, 2 + queries + r] = last_rows[T.min(token + r, total_q - 1)]
+                    T.barrier_arrive(tile_full[turn % TILES])
                     if num > 0:
                         T.barrier_wait(q_free, q_phase ^ 1)
                         for r in T.unroll(queries):
@@ -201,7 +222,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         )
                         T.barrier_arrive(full[at[0]])
                         advance(at)
-                    if round == 0:
+                    if turn == 0:
                         T.pdl_sync()
                     for m in T.serial(T.ceildiv(most, parts)):
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
@@ -228,6 +249,12 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         )
                         T.barrier_arrive(full[at[0]])
                         advance(at)
+                    turn = turn + 1
+                    place = place + num_ctas
+                    if place >= end and again == 0:
+                        T.barrier_wait(done, 0)
+                        again = 1
+                        place = first_again(again_shared)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 S = T.alloc_fragment([ROWS, block_size], "float32")
@@ -245,15 +272,19 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 k_stage = T.alloc_var("int32")
                 v_stage = T.alloc_var("int32")
                 staged = T.alloc_var("int32")
+                noted = T.alloc_var("int32")
+                seeing = T.alloc_var("int32")
+                first = T.alloc_local([1], "int32")
                 staged = -1
-                for round in T.serial(rounds):
-                    head = T.truncdiv(cta + round * num_ctas, tiles)
-                    tile = cta + round * num_ctas - head * tiles
+                noted = end
+                while place < end:
+                    head = T.truncdiv(place, tiles)
+                    tile = place - head * tiles
                     token = window_first + tile * queries
                     tile = tile + T.truncdiv(window_first, queries)
-                    T.barrier_wait(tile_full[round % TILES], (round // TILES) & 1)
-                    num = tile_shared[round % TILES, 0]
-                    most = tile_shared[round % TILES, 1]
+                    T.barrier_wait(tile_full[turn % TILES], (turn // TILES) & 1)
+                    num = tile_shared[turn % TILES, 0]
+                    most = tile_shared[turn % TILES, 1]
                     if num > 0:
                         T.barrier_wait(q_full, q_phase)
                         q_phase = q_phase ^ 1
@@ -267,12 +298,12 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.tma_store_wait(0)
                         T.barrier_arrive(free[staged])
                     for i in T.Parallel(ROWS):
-                        row_last[i] = tile_shared[round % TILES, 2 + queries + i // rows_per_query]
+                        row_last[i] = tile_shared[turn % TILES, 2 + queries + i // rows_per_query]
                         row_slots[i] = T.if_then_else(
-                            i % rows_per_query < group, tile_shared[round % TILES, 2 + i // rows_per_query], 0
+                            i % rows_per_query < group, tile_shared[turn % TILES, 2 + i // rows_per_query], 0
                         )
                         row_max[i] = LOWEST
-                    if round == 0:
+                    if turn == 0:
                         T.pdl_sync()
                     for s in T.serial(T.ceildiv(most, AHEAD)):
                         for u in T.unroll(AHEAD):
@@ -290,6 +321,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         row_max[i] = T.max(row_max[i] * LOG2_E / scale_log2, LOWEST)
                     T.fill(O, 0.0)
                     T.fill(row_sum, 0.0)
+                    seeing = 0
                     for u in T.serial(num):
                         key_row = shared[head, tile, u, 0]
                         word = shared[head, tile, u, 1]
@@ -322,6 +354,15 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             for i, j in T.Parallel(block_size, head_dim):
                                 if i >= (word >> VALID_SHIFT):
                                     ring[at[0], i, j] = 0
+                            T.fence_proxy_async()
+                            T.sync_threads(8, 128)
+                        if again > 0 and (word & CUT) != 0:
+                            find_unbounded(ring, at[0], tx, word >> VALID_SHIFT, first)
+                            take_out(ring, at[0], tx, word >> VALID_SHIFT, 0, 1)
+                            for r in T.unroll(queries):
+                                if first[0] < block_size and ((word >> r) & 1) != 0:
+                                    if key_row + first[0] <= tile_shared[turn % TILES, 2 + queries + r]:
+                                        seeing = seeing | (1 << r)
                             T.fence_proxy_async()
                             T.sync_threads(8, 128)
                         T.wgmma_gemm(P, ring[at[0], :, :], O, clear_accum=False)
@@ -389,8 +430,16 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     for i, j in T.Parallel(ROWS, head_dim):
                         O[i, j] = O[i, j] * scale[i]
                     T.copy(O, ring[staged, 0:ROWS, :])
+                    if again > 0:
+                        T.sync_threads(8, 128)
+                        for i in T.serial(ROWS):
+                            if ((seeing >> (i // rows_per_query)) & 1) != 0:
+                                ring[staged, i, tx % head_dim] = nan()
                     T.fence_proxy_async()
                     T.sync_threads(8, 128)
+                    # What reached one row where it may not be seen reached all.
+                    if num > 0 and T.any_sync(unbounded(ring[staged, 0, tx % head_dim])) != 0:
+                        noted = T.min(noted, place)
                     for r in T.unroll(queries):
                         if token + r < window_last:
                             for half in T.unroll(halves):
@@ -407,6 +456,17 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                     ],
                                     eviction_policy="evict_first",
                                 )
+                    turn = turn + 1
+                    place = place + num_ctas
+                    if place >= end and again == 0:
+                        # The same rows may be stored once more.
+                        T.tma_store_wait(0, False)
+                        if tx % 32 == 0:
+                            again_shared[tx // 32] = noted
+                        T.barrier_arrive(done)
+                        T.barrier_wait(done, 0)
+                        again = 1
+                        place = first_again(again_shared)
                 T.tma_store_wait(0)
 
     return main

@@ -19,6 +19,9 @@ to global memory. The next tile's S is issued before the current partial is scal
 The producer sends the first AHEAD tiles of a task to each consumer before it waits for room for the task's K and V.
 That must stay below STAGES - 1: the slot of a consumer's last partial is only freed by its next tile.
 
+Infinite and NaN values of V that some edge of a task may not see are taken out of it (msa_tiles.dsl.tilelang.hidden):
+each consumer looks for them where an edge sees less than the block, and meets the other one only if there are any.
+
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows
 (8 is the least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
 
@@ -30,9 +33,11 @@ request's keys.
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.keys import block_keys, load_block
+from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out
+from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
-from msa_tiles.dsl.tilelang.softmax import block_softmax
+from msa_tiles.dsl.tilelang.softmax import TINY, block_softmax
+from msa_tiles.dsl.tilelang.stages import load_stage
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 5  # <- tile.stages
@@ -71,8 +76,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     @T.macro
     def consume(
-        w, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
-        edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+        w, thread, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free, v_free, q_full,
+        q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([ROWS, block_size], "float32")
         P = T.alloc_fragment([ROWS, block_size], ELEMENT)
@@ -89,13 +94,15 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
         my_tiles = T.alloc_var("int32")
         task = T.alloc_var("int32")
         head = T.alloc_var("int32")
+        first_taken = T.alloc_local([1], "int32")
+        taken = T.alloc_var("int32")
         slot = 0
         phase = 0
         staged = -1
         turn = 0
         running = 1
         while running > 0:
-            T.barrier_wait(k_full, turn & 1)
+            T.barrier_wait(k_full[0], turn & 1)
             task = task_shared[0]
             head = task_shared[1]
             if task < 0:
@@ -108,16 +115,33 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             my_tiles = (tiles - w + CONSUMERS - 1) // CONSUMERS
             if my_tiles > 0:
                 T.barrier_wait(q_full[w * STAGES + slot], phase)
-                T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(
+                    Q_shared[w * STAGES + slot, :, :], K_shared[0, :, :], S, transpose_B=True, clear_accum=True
+                )
+            taken = 0
             if running > 0:
-                T.barrier_wait(v_full, turn & 1)
+                T.barrier_wait(v_full[0], turn & 1)
                 if (extent >> 1) < block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
                     for i, j in T.Parallel(block_size, head_dim):
                         if i >= (extent >> 1):
-                            V_shared[i, j] = 0
+                            V_shared[0, i, j] = 0
                     T.fence_proxy_async()
                     T.sync_threads(8 + w, 128)
+                if (extent & 1) != 0:
+                    # Some edge sees a part only: no value that it does not see may be infinite or NaN.
+                    find_unbounded(V_shared, 0, thread, extent >> 1, first_taken)
+                    taken = T.any_sync(first_taken[0] < block_size)
+                    if thread % 32 == 0:
+                        found_shared[w, thread // 32] = taken
+                    T.sync_threads(8 + w, 128)
+                    taken = found_shared[w, 0] | found_shared[w, 1] | found_shared[w, 2] | found_shared[w, 3]
+                    if taken != 0:
+                        # All consumers have looked before one of them writes, and find the same.
+                        T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
+                        take_out(V_shared, 0, thread, extent >> 1, w, CONSUMERS)
+                        T.fence_proxy_async()
+                        T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
             for tile in T.serial(my_tiles):
                 first = first_edge + (tile * CONSUMERS + w) * queries
                 for i in T.Parallel(ROWS):
@@ -129,7 +153,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     for i, j in T.Parallel(ROWS, block_size):
                         S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
                 block_softmax(S, P, row_max, row_sum, scale_log2, ROWS, block_size)
-                T.wgmma_gemm(P, V_shared, O, clear_accum=True)
+                T.wgmma_gemm(P, V_shared[0, :, :], O, clear_accum=True)
                 used = slot
                 slot = slot + 1
                 if slot == STAGES:
@@ -137,7 +161,9 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     phase = phase ^ 1
                 if tile + 1 < my_tiles:
                     T.barrier_wait(q_full[w * STAGES + slot], phase)
-                    T.wgmma_gemm(Q_shared[w * STAGES + slot, :, :], K_shared, S, transpose_B=True, clear_accum=True)
+                    T.wgmma_gemm(
+                        Q_shared[w * STAGES + slot, :, :], K_shared[0, :, :], S, transpose_B=True, clear_accum=True
+                    )
                     T.wait_wgmma(1)
                 else:
                     T.wait_wgmma(0)
@@ -148,7 +174,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             row_max[i] * scale_log2 + T.log2(row_sum[i])
                         ) * LN_2
                 for i in T.Parallel(ROWS):
-                    row_sum[i] = 1.0 / row_sum[i]
+                    row_sum[i] = 1.0 / (row_sum[i] + TINY)
                 for i, j in T.Parallel(ROWS, head_dim):
                     O[i, j] = O[i, j] * row_sum[i]
                 # Only the thread that issued the stores waits here, and the slot is free once that thread arrives too.
@@ -157,6 +183,12 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     T.barrier_arrive(q_free[w * STAGES + staged])
                 staged = used
                 T.copy(O, Q_shared[w * STAGES + used, :, :])
+                if taken != 0:
+                    T.sync_threads(8 + w, 128)
+                    for i in T.serial(ROWS):
+                        seen = edges[window_index, head, T.min(first + i // rows_per_query, last_edge)] & 127
+                        if first_taken[0] <= seen:
+                            Q_shared[w * STAGES + used, i, thread % head_dim] = nan()
                 T.fence_proxy_async()
                 T.sync_threads(8 + w, 128)
                 for r in T.unroll(queries):
@@ -199,13 +231,15 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
         num_ctas: T.int32,
     ):
         with T.Kernel(num_ctas, threads=(CONSUMERS + 1) * 128):
-            K_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
-            V_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
+            K_shared = T.alloc_shared([1, block_size, head_dim], ELEMENT)
+            V_shared = T.alloc_shared([1, block_size, head_dim], ELEMENT)
             Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], ELEMENT)
             task_shared = T.alloc_shared([2], "int32", scope="shared")
             claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
-            k_full = T.alloc_barrier(arrive_count=128)
-            v_full = T.alloc_barrier(arrive_count=128)
+            # Whether a warp has found a value to be taken out of V.
+            found_shared = T.alloc_shared([CONSUMERS, 4], "int32", scope="shared")
+            k_full = T.alloc_barrier(arrive_count=[128])
+            v_full = T.alloc_barrier(arrive_count=[128])
             k_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
             v_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
             q_full = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
@@ -265,32 +299,18 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                 task_shared[0] = claim
                                 task_shared[1] = head
                             if running > 0:
-                                load_block(
-                                    k,
-                                    page_table,
-                                    key_row,
-                                    head,
-                                    K_shared,
-                                    k_full,
-                                    block_size,
-                                    head_dim,
+                                load_stage(
+                                    k, page_table, key_row, head, K_shared, k_full, 0, block_size, head_dim,
                                     pages_per_block,
-                                )
-                            T.barrier_arrive(k_full)
+                                )  # fmt: skip
+                            T.barrier_arrive(k_full[0])
                             if running > 0:
                                 T.barrier_wait(v_free, (turn & 1) ^ 1)
-                                load_block(
-                                    v,
-                                    page_table,
-                                    key_row,
-                                    head,
-                                    V_shared,
-                                    v_full,
-                                    block_size,
-                                    head_dim,
+                                load_stage(
+                                    v, page_table, key_row, head, V_shared, v_full, 0, block_size, head_dim,
                                     pages_per_block,
-                                )
-                                T.barrier_arrive(v_full)
+                                )  # fmt: skip
+                                T.barrier_arrive(v_full[0])
                         for w in T.unroll(CONSUMERS):
                             if (round * CONSUMERS + w) * queries < num:
                                 T.barrier_wait(q_free[w * STAGES + slot[w]], phase[w])
@@ -323,14 +343,14 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    0, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
-                    edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                    0, tx, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free, v_free,
+                    q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    1, Q_shared, K_shared, V_shared, task_shared, k_full, v_full, k_free, v_free, q_full, q_free,
-                    edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                    1, tx - 128, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free,
+                    v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
                 )  # fmt: skip
 
     return main

@@ -22,6 +22,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.softmax import LOWEST
 from msa_tiles.dsl.tilelang.stages import load_stage
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
@@ -38,8 +39,6 @@ ROWS = 64
 THREADS = 256
 LIST = 64
 LN_2 = 0.6931471805599453
-# Stands for a maximum over nothing: finite, so that differences with it, scaled, are no NaN.
-LOWEST = -1.0e30
 
 
 def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
@@ -227,10 +226,10 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                         for r, c in T.Parallel(ROWS, head_dim):
                             O[r, c] = O[r, c] * scale[r]
                         T.barrier_wait(v_full[stage], phase)
-                        if (block + 1) * block_size > length:
-                            # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
+                        if (block + 1) * block_size > limit + 1:
+                            # What the query does not see may be NaN or infinite, and 0 times that would reach O.
                             for j, c in T.Parallel(block_size, head_dim):
-                                if block * block_size + j >= length:
+                                if block * block_size + j > limit:
                                     V_shared[stage, j, c] = 0
                             T.fence_proxy_async()
                             T.sync_threads(8, 128)
@@ -241,15 +240,16 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                         if stage == STAGES:
                             stage = 0
                             phase = phase ^ 1
+                # Not `row_sum > 0`: a NaN has to come through.
                 for r in T.Parallel(ROWS):
-                    scale[r] = T.if_then_else(row_sum[r] > 0.0, 1.0 / row_sum[r], 0.0)
+                    scale[r] = T.if_then_else(row_sum[r] != 0.0, 1.0 / row_sum[r], 0.0)
                 for r, c in T.Parallel(ROWS, head_dim):
                     if r < group:
                         partial_out[split, token, head * group + r, c] = O[r, c] * scale[r]
                 for r in T.Parallel(ROWS):
                     if r < group:
                         partial_lse[split, token, head * group + r] = T.if_then_else(
-                            row_sum[r] > 0.0,
+                            row_sum[r] != 0.0,
                             (row_max[r] * scale_log2 + T.log2(row_sum[r])) * LN_2,
                             -T.infinity("float32"),
                         )

@@ -1,0 +1,48 @@
+"""Infinite and NaN values in blocks that some query sees in part or not at all.
+
+A probability of 0 times such a value is NaN: the product would bring it to queries that may not see its row. So it is
+taken out of the tile before, and the rows that do see it are marked afterwards: what they get in its column is NaN,
+whatever sign an infinity had.
+
+Each thread of a warpgroup has a column of a tile of bfloat16; where there are fewer columns than threads, the threads
+of a column take its rows in turn. Tiles are stages of a ring [stages, rows, columns] in shared memory.
+"""
+
+import tilelang.language as T
+
+WARPGROUP = 128
+NAN_BITS = 0x7FC0
+
+
+def unbounded(value):
+    """Whether a bfloat16 is infinite or NaN, by its bits: fast arithmetic need not tell."""
+    return (T.reinterpret(value, "uint16") & T.uint16(0x7F80)) == T.uint16(0x7F80)
+
+
+def nan():
+    return T.reinterpret(T.uint16(NAN_BITS), "bfloat16")
+
+
+@T.macro
+def find_unbounded(ring, stage, thread, rows, first):
+    """first[0] = the first of the thread's rows below `rows` that has such a value; the number of all rows for none."""
+    columns = ring.shape[2]
+    shares = WARPGROUP // columns
+    first[0] = ring.shape[1]
+    for i in T.serial(ring.shape[1] // shares):
+        row = i * shares + thread // columns
+        if row < rows:
+            if unbounded(ring[stage, row, thread % columns]):
+                first[0] = T.min(first[0], row)
+
+
+@T.macro
+def take_out(ring, stage, thread, rows, part, parts):
+    """Zero such values in the thread's rows below `rows`; `parts` warpgroups share the rows."""
+    columns = ring.shape[2]
+    shares = WARPGROUP // columns
+    for i in T.serial(ring.shape[1] // (shares * parts)):
+        row = (i * parts + part) * shares + thread // columns
+        if row < rows:
+            if unbounded(ring[stage, row, thread % columns]):
+                ring[stage, row, thread % columns] = 0
