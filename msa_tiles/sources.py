@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 _HELPERS = "msa_tiles.dsl"
+OPERANDS = ".operands"
 
 
 def code_of(text: str, package: Path = PACKAGE) -> list[str]:
@@ -78,4 +81,16 @@ def _module_file(name: str, package: Path) -> Path | None:
     for candidate in (base.with_suffix(".py"), base / "__init__.py"):
         if candidate.is_file():
             return candidate
-    return None
+    folder, _, last = name.rpartition(".")
+    return operand_file(last, folder, package) if folder.endswith(OPERANDS) else None
+
+
+def operand_file(name: str, module: str, package: Path = PACKAGE) -> Path | None:
+    """The file of an operand of a package of operands: the helpers' own, or one along the package's search path.
+
+    Whoever brings operands from elsewhere appends their folder to the `__path__` of msa_tiles.dsl.<dsl>.operands.
+    """
+    folders = [package.joinpath(*module.split(".")[1:])]
+    with contextlib.suppress(ModuleNotFoundError):
+        folders += map(Path, importlib.import_module(module).__path__)
+    return next((path for folder in folders if (path := folder / f"{name}.py").is_file()), None)

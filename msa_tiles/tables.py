@@ -15,11 +15,10 @@ from typing import Any
 
 from msa_tiles.dsl.cutedsl import table as _vocabulary
 from msa_tiles.dsl.cutedsl.table import Table, TableError, describe
-from msa_tiles.sources import PACKAGE
+from msa_tiles.sources import OPERANDS, PACKAGE, operand_file
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "table_of"]
 
-_OPERANDS = ".operands"
 NAME = "cta"  # of the function that makes the table
 MARK = "declares"
 
@@ -44,9 +43,9 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
     return table
 
 
-def constants_of(operand: Path) -> dict[str, Any]:
+def constants_of(operand: Path, package: Path = PACKAGE) -> dict[str, Any]:
     """The constants and marked functions of an operand's file."""
-    return _read(operand.read_text(encoding="utf-8"), operand.parents[3])
+    return _read(operand.read_text(encoding="utf-8"), package)
 
 
 def _read(text: str, package: Path) -> dict[str, Any]:
@@ -65,13 +64,15 @@ def _imported(node: ast.ImportFrom, package: Path) -> dict[str, Any]:
     module = node.module or ""
     if module == _vocabulary.__name__:
         return {alias.asname or alias.name: getattr(_vocabulary, alias.name) for alias in node.names}
-    if module.endswith(_OPERANDS):
-        folder = package.joinpath(*module.split(".")[1:])
-        return {
-            alias.asname or alias.name: types.SimpleNamespace(**constants_of(folder / f"{alias.name}.py"))
-            for alias in node.names
-        }
-    return {}
+    if not module.endswith(OPERANDS):
+        return {}
+    found = {}
+    for alias in node.names:
+        file = operand_file(alias.name, module, package)
+        if file is None:
+            raise TableError(f"there is no operand {alias.name} in {module}")
+        found[alias.asname or alias.name] = types.SimpleNamespace(**constants_of(file, package))
+    return found
 
 
 def _is_constant(node: ast.stmt) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import jinja2
 
 from msa_tiles.codegen.plan import KernelPlan
-from msa_tiles.sources import PACKAGE
+from msa_tiles.sources import OPERANDS, PACKAGE, operand_file
 from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import TableError, constants_of, describe, table_of
@@ -118,16 +118,17 @@ def _operand(role: str, plan: KernelPlan, package: Path, where: Location) -> Pat
     """The file of the module that a plan takes for a role."""
     if role not in plan.operands:
         raise SpecError(where, f"{plan.cell} has no operand {role!r}, but {', '.join(plan.operands) or 'none'}")
-    path = package / "dsl" / plan.dsl / "operands" / f"{plan.operands[role]}.py"
-    if not path.is_file():
-        raise SpecError(where, f"operands.{role} of {plan.cell} is {plan.operands[role]}, and {shown(path)} is missing")
+    module, name = f"msa_tiles.dsl.{plan.dsl}{OPERANDS}", plan.operands[role]
+    path = operand_file(name, module, package)
+    if path is None:
+        raise SpecError(where, f"operands.{role} of {plan.cell} is {name}, which is no module of {module}")
     return path
 
 
 def _tensors(role: str, plan: KernelPlan, package: Path, where: Location) -> tuple[str, ...]:
     """The endings of the names of the tensors that an operand takes."""
     path = _operand(role, plan, package, where)
-    endings = constants_of(path).get("TENSORS")
+    endings = constants_of(path, package).get("TENSORS")
     if not isinstance(endings, tuple) or not endings or not all(isinstance(ending, str) for ending in endings):
         raise SpecError(where, f"{shown(path)} does not say its TENSORS, a tuple of endings")
     return endings

@@ -178,7 +178,7 @@ PART_MISTAKES = {
         "operand",
         None,
         None,
-        "operands.key_value of scale.tilelang.toy.bf16 is plain, and .* is missing",
+        "operands.key_value of scale.tilelang.toy.bf16 is plain, which is no module of",
     ),
     "no tensors": ("operand", "TENSORS", "ENDINGS", "does not say its TENSORS"),
     "no table": ("skeleton", "def cta(", "def block(", "`# <- cta` stands in a skeleton without a function cta"),

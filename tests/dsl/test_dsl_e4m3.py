@@ -92,6 +92,8 @@ def e4m3(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         "barrier": lambda barrier_id, number_of_threads: lanes._HERE.thread.barrier(True),
     }.items():
         monkeypatch.setattr(lanes.ARCH, name, value, raising=False)
+    for name in ("Float16", "BFloat16"):
+        monkeypatch.setattr(lanes._CUTLASS, name, name, raising=False)
     monkeypatch.setattr(cute, "make_ptr", make_ptr)
     monkeypatch.setattr(cute, "copy", copy)
     monkeypatch.setattr(cute, "recast_tensor", lambda tensor, _element: tensor, raising=False)
@@ -155,7 +157,7 @@ def test_a_block(e4m3: types.ModuleType, transposed: bool, rows: int, head_dim: 
     side.block_size, side.head_dim, side.transposed, side.threads = rows, head_dim, transposed, THREADS
     side.rows, side.depth = (head_dim, rows) if transposed else (rows, head_dim)
     dtype = torch.float16 if transposed else torch.bfloat16
-    side.decode = e4m3.decode_f16 if transposed else e4m3.decode_bf16
+    side.element = e4m3.cutlass.Float16 if transposed else e4m3.cutlass.BFloat16
     freed: Any = []
     tiles = lanes.Tensor(raw, 0, (2, rows, head_dim), (rows * head_dim, head_dim, 1))
     held = e4m3.Held(tiles, None, Pointer(freed, 0), Pointer(freed, 0))

@@ -91,7 +91,6 @@ class Left:
         self.transposed = transposed
         self.token_scales = token_scales
         self.element = ELEMENTS[multiplied(name, token_scales)]
-        self.decode = decode_f16 if self.element is cutlass.Float16 else decode_bf16
         # Of the product: rows and what they are multiplied along.
         self.rows, self.depth = (head_dim, block_size) if transposed else (block_size, head_dim)
 
@@ -219,6 +218,10 @@ class Left:
         if lane == 0:
             cute.arch.mbarrier_arrive(held.free + stage)
         return operand
+
+    def decode(self, word):
+        """Four stored values -> two words of two of `element`."""
+        return decode_f16(word) if self.element is cutlass.Float16 else decode_bf16(word)
 
     @cute.jit
     def put(self, word: Int32, number: cutlass.Constexpr, target: cute.Tensor):
