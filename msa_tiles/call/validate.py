@@ -11,6 +11,8 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 LAYOUTS = ("head_major", "token_major")
+# Kernels take a row's maximum before they scale, so a scale is above 0; and they divide an LSE by it in float32.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64
 
 
 def refuse(name: str, came: str, wanted: str) -> NoReturn:
@@ -127,11 +129,13 @@ def scale(name: str, value: Any) -> None:
 
 
 def softmax_scale(value: Any, head_dim: int, name: str = "softmax_scale") -> float:
-    """The scale as a number; ``D ** -0.5`` by default."""
+    """The scale as a number, ``D ** -0.5`` by default. One of 0 or below, NaN and infinity are refused."""
     if value is None:
         return head_dim**-0.5
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         refuse_type(name, type(value).__name__, "a number or None")
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        refuse(name, str(value), "a number above 0, from 2**-64 to 2**64")
     return float(value)
 
 

@@ -14,6 +14,9 @@ Every operator takes the same keyword arguments that say where things are:
   not): queries of other shards get NaN in scores, outputs and LSE, and ids -1; ``check=True`` refuses such a call.
 - ``check=True`` reads device contents to the host and checks them; this synchronises.
 
+``softmax_scale`` and ``index_scale`` are above 0 (from 2**-64 to 2**64): another one would turn or lose the order of
+the scores, by which rows are computed.
+
 `sparse_attention`, `dense_attention`, `index_kl` and their whole, `msa_attention`, are differentiable, once.
 
 ``backend`` is ``auto``, ``tilelang``, ``cutedsl`` or ``reference``. A DSL that is named must have a kernel for the

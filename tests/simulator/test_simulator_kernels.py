@@ -460,6 +460,10 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(33, 300)], "seed": 10},
             {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "close": True, "scale": 0.01},
         ),
+        "least scale": (
+            {"sequences": [(33, 300)], "seed": 10},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "close": True, "scale": 2.0**-64},
+        ),
         "three heads": ({"sequences": [(9, 150)]}, {**HEADS, "close": True}),
     },
     "sparse_attention_backward": {
