@@ -29,6 +29,8 @@ from msa_tiles.runtime import CallFacts
 PREFIX_SLOTS = 64
 # Of the workspace, what the LSE of edges may take: they only live until their merge.
 LSE_SHARE = 4
+# Windows of one launch of index_lse: they lie along the grid's third axis, which ends there.
+MOST_WINDOWS = 65_535
 FLOAT_BYTES = 4
 # Rows of keys that a CTA of index_gradients adds up (tile.rows of its spec).
 SUM_ROWS = 16
@@ -189,7 +191,7 @@ def _merge_lse(
 ) -> None:
     """Merge the index LSE of a schedule's edges into [T, Hkv], with at most so many bytes of them at a time."""
     windows = part.tasks.shape[0]
-    together = max(1, most // (FLOAT_BYTES * part.window * topk * idx_q.shape[1]))
+    together = min(max(1, most // (FLOAT_BYTES * part.window * topk * idx_q.shape[1])), MOST_WINDOWS)
     for first in range(0, windows, together):
         some = range(first, min(first + together, windows))
         lse = edge_lse(kernel, idx_q, idx_k, part, topk, scale, some)

@@ -1,9 +1,9 @@
 """Exact top-k over block scores for few rows: a CTA for each row, every score read once.
 
-Grid: (KV head, token). The row is cut into a run of blocks for each warp, which keeps the best k of it, as
-msa_tiles.dsl.cutedsl.candidates tells, and sorts them. A block's rank in the row is its place in its own run and, by
-binary search, how many of each other run stand above it. With several index heads per KV head, the maximum over the
-heads counts; it ignores NaN unless every head has NaN.
+Grid: (token, KV head), tokens on the axis that may be longer than 65,535. The row is cut into a run of blocks for each
+warp, which keeps the best k of it, as msa_tiles.dsl.cutedsl.candidates tells, and sorts them. A block's rank in the row
+is its place in its own run and, by binary search, how many of each other run stand above it. With several index heads
+per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
@@ -75,7 +75,7 @@ class DecodeTopk:
             valid_mode, num_valid_scalar, block_size, init_blocks, local_blocks, order,
             Int32(score.shape[0]) // Int32(out.shape[0]),
         ).launch(
-            grid=(out.shape[0], out.shape[1], 1),
+            grid=(out.shape[1], out.shape[0], 1),
             block=(THREADS, 1, 1),
             # Registers for long lists: left alone, the assembler aims at more CTAs and spills.
             min_blocks_per_mp=1,
@@ -91,7 +91,7 @@ class DecodeTopk:
         order: Int32, heads: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, token, _ = cute.arch.block_idx()
+        token, head, _ = cute.arch.block_idx()
         memory = SmemAllocator()
         pools, ids, keys, sorted_keys = (
             memory.allocate_tensor(Int32, cute.make_layout((size, WARPS)), 16)

@@ -1,9 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
-Grid: (KV head, run of consecutive tokens), the last tokens first, since theirs may be the longest rows. A warp takes
-ROWS tokens one after another, fewer where rows are few. How it chooses is told in msa_tiles.dsl.cutedsl.candidates.
-Blocks past a row's valid count are never looked at. With several index heads per KV head, the maximum over the heads
-counts; it ignores NaN unless every head has NaN.
+Grid: a CTA for every KV head of every run of consecutive tokens, the last tokens first, since theirs may be the longest
+rows; all on one axis, since the others end at 65,535. A warp takes ROWS tokens one after another, fewer where rows are
+few. How it chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at.
+With several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
@@ -82,7 +82,7 @@ class TopkSelect:
             score, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, num_valid, out, use_seqused, use_positions,
             valid_mode, num_valid_scalar, block_size, init_blocks, local_blocks, order, heads, rows,
         ).launch(
-            grid=(out.shape[0], (out.shape[1] + tokens - 1) // tokens, 1),
+            grid=(out.shape[0] * ((out.shape[1] + tokens - 1) // tokens), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=RESIDENT[self.topk] // WARPS,
             # Left to the driver: else the DSL asks the GPU at hand how much shared memory it has.
@@ -98,8 +98,10 @@ class TopkSelect:
         order: Int32, heads: Int32, rows: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, tile, _ = cute.arch.block_idx()
-        _, tiles, _ = cute.arch.grid_dim()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        num_kv_heads = Int32(out.shape[0])
+        head, tile, tiles = cta % num_kv_heads, cta // num_kv_heads, ctas // num_kv_heads
         memory = SmemAllocator()
         pools, ids, keys = (
             memory.allocate_tensor(Int32, cute.make_layout((size * self.slots, WARPS)), 16)
