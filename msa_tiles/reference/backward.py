@@ -35,7 +35,7 @@ def sparse_attention_backward(
     are those of the forward call, whose results are ``out`` and ``lse``. Keys are flat. With
     ``P = exp(S - lse)``, ``delta = <out, dout> - dlse`` and ``dS = P * (<dout, v> - delta) * softmax_scale``:
     ``dq = dS k``, ``dk = dS' q`` and ``dv = P' dout``. Rows with nothing visible get and give nothing, whatever their
-    gradients hold. Keys and values that a query does not see must be finite.
+    gradients hold; what a query does not see never reaches its gradients, nor it the gradients of what it does not see.
     """
     if schedule is None:
         schedule = build_schedule(block_indices, block_size=block_size, total_k=k.shape[0], **where)
@@ -94,7 +94,7 @@ class _Gradients:
         """Add everything that the query heads of one KV head read."""
         group = self.q.shape[1] // self.k.shape[1]
         heads = slice(head * group, (head + 1) * group)
-        for piece in parts:
+        for piece in pieces.exact(parts, batch, (self.q, self.dout), (self.k, self.v)):
             rows, keys = piece.rows, self.k[piece.flat, head].to(self.dtype)
             queries = self.q[rows, heads].to(self.dtype)
             # A row that sees nothing may have any gradient, NaN too: 0 * NaN would not do.

@@ -44,7 +44,7 @@ def index_kl(
       their shapes and dtypes (None without ``gradients``).
 
     A query that sees nothing adds 0. T counts every row, also those past the last request. Keys are flat, ``where`` is
-    as in `read_batch`. Keys that a query does not see must be finite.
+    as in `read_batch`. Keys that a query does not see never reach it.
     """
     batch = read_batch(q.shape[0], q.device, total_k=k.shape[0], **where)
     if block_indices is not None and schedule is None:
@@ -52,9 +52,11 @@ def index_kl(
 
     def parts(head: int) -> Iterator[Piece]:
         if block_indices is None:
-            return pieces.prefix(batch)
-        assert schedule is not None
-        return pieces.selected(batch, schedule, head, block_indices.shape[2], block_size)
+            found = pieces.prefix(batch)
+        else:
+            assert schedule is not None
+            found = pieces.selected(batch, schedule, head, block_indices.shape[2], block_size)
+        return pieces.exact(found, batch, (q, idx_q), (k, idx_k))
 
     student = _Student(idx_q, idx_k, index_scale, batch)
     dtype = student.dtype

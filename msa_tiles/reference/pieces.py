@@ -1,9 +1,9 @@
-"""What blockwise attention goes through: some queries and one run of the keys that they may read."""
+"""What blockwise attention goes through: some queries and keys that they may read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,26 +19,33 @@ Schedule = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries ``rows`` (int64 [n], distinct) against the key rows [begin, end) of their request."""
+    """Queries ``rows`` (int64 [n], distinct) against the key rows [begin, end) of their request.
+
+    ``some`` (int64, ascending) are those of the keys, counted from ``begin``; None for all.
+    """
 
     rows: Tensor
     request: Request
     begin: int
     end: int
+    some: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
-        """The positions of the keys, int64 [end - begin]."""
+        """The positions of the keys, int64 [keys]."""
         offset = self.request.key_offset
+        if self.some is not None:
+            return offset + self.begin + self.some
         return torch.arange(offset + self.begin, offset + self.end, device=self.rows.device)
 
     @property
-    def flat(self) -> slice:
+    def flat(self) -> slice | Tensor:
         """The keys' rows in flat storage."""
-        return slice(self.request.key_row + self.begin, self.request.key_row + self.end)
+        first = self.request.key_row + self.begin
+        return slice(first, self.request.key_row + self.end) if self.some is None else first + self.some
 
     def visible(self, batch: Batch) -> Tensor:
-        """Which keys each query may see, bool [n, end - begin]."""
+        """Which keys each query may see, bool [n, keys]."""
         return self.positions <= batch.limit[self.rows, None]
 
 
@@ -50,6 +57,29 @@ def selected(batch: Batch, schedule: Schedule, head: int, topk: int, block_size:
         begin, end = request.block_rows(block, block_size)
         rows = torch.div(edges[first : first + length].to(torch.int64), topk, rounding_mode="floor")
         yield Piece(rows, request, begin, end)
+
+
+def exact(
+    parts: Iterator[Piece], batch: Batch, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
+) -> Iterator[Piece]:
+    """The same pieces, cut so that no product with a weight of 0 carries NaN or infinity where it may not be seen.
+
+    ``queries`` [T, …] and ``keys`` [Tk, …] are what the weights are multiplied with. A piece that hides something and
+    holds such a value falls apart into pieces that hide nothing.
+    """
+    for piece in parts:
+        visible = piece.visible(batch)
+        seeing = visible.any(1)
+        part = replace(piece, rows=piece.rows[seeing])
+        if bool(visible[seeing].all()) or (
+            all(bool(tensor[part.flat].isfinite().all()) for tensor in keys)
+            and all(bool(tensor[part.rows].isfinite().all()) for tensor in queries)
+        ):
+            yield part
+            continue
+        for pattern in visible[seeing].unique(dim=0):
+            same = (visible == pattern).all(1)
+            yield replace(piece, rows=piece.rows[same], some=pattern.nonzero()[:, 0])
 
 
 def prefix(batch: Batch) -> Iterator[Piece]:
