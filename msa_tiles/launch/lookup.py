@@ -18,6 +18,8 @@ from msa_tiles.spec import load
 
 # TMA boxes and the widest loads start at multiples of this many bytes.
 ALIGNMENT = 16
+# An axis of a grid holds no more CTAs than that, but the first.
+MOST_HEADS = 65_535
 
 
 def runs_reference(backend: str, device: torch.device) -> bool:
@@ -49,8 +51,14 @@ def call_facts(
     refusals: tuple[str, ...] = (),
     *,
     queries: int,
+    heads: int = 1,
 ) -> CallFacts:
-    """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time."""
+    """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time.
+
+    ``heads`` are the most that one of the tensors has.
+    """
+    if heads > MOST_HEADS:
+        refusals = (*refusals, f"{heads} heads, wanted at most {MOST_HEADS}: they lie along an axis of the grid")
     features = set()
     if where.page_table is not None:
         features.add("paged")

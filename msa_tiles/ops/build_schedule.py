@@ -96,6 +96,7 @@ def _write(block_indices: Tensor, *rest: Any) -> None:
         variant,
         refusals=refusals,
         queries=block_indices.shape[1],
+        heads=block_indices.shape[0],
     )
     if block_indices.numel() == 0 or where.num_requests == 0 or where.max_seqlen_k == 0:
         counts.zero_()

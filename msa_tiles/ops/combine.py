@@ -66,7 +66,14 @@ def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, 
     precision = lookup.precision(output=partial_out)
     variant = {"head_dim": partial_out.shape[3]}
     facts = lookup.call_facts(
-        "combine", nowhere, partial_out.device, precision, variant, (partial_out,), queries=partial_out.shape[1]
+        "combine",
+        nowhere,
+        partial_out.device,
+        precision,
+        variant,
+        (partial_out,),
+        queries=partial_out.shape[1],
+        heads=partial_out.shape[2],
     )
     if partial_out.numel() == 0:
         lookup.find_kernel(facts, backend)

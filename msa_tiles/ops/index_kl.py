@@ -185,6 +185,7 @@ def _write(
         (q, k, idx_q, idx_k),
         lookup.broken_rules("index_kl", **topk),
         queries=q.shape[0],
+        heads=q.shape[1],
     )
     # A missing kernel is refused whatever the sizes are.
     lookup.find_kernel(facts, backend)

@@ -167,6 +167,7 @@ def write_scores(op: str, launch: Launch, idx_q: Tensor, idx_k: Tensor, *rest: A
         (idx_q, idx_k),
         lookup.broken_rules(op, num_index_heads=idx_q.shape[1]) + lookup.oversized_table(where, block_size),
         queries=idx_q.shape[0],
+        heads=idx_q.shape[1],
     )
     kernel = lookup.find_kernel(facts, backend)
     if score.numel() == 0:

@@ -200,6 +200,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, topk
         + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
         + lookup.oversized_table(where, block_size),
         queries=q.shape[0],
+        heads=max(q.shape[1], idx_q.shape[1]),
     )
     return decode.prepare_step(
         facts,

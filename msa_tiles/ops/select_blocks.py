@@ -175,6 +175,7 @@ def _prepare(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> _Launch | N
         (idx_q, idx_k),
         lookup.oversized_table(where, block_size),
         queries=idx_q.shape[0],
+        heads=idx_q.shape[1],
     )
     kernel = lookup.find_kernel(facts, backend)
     if out.numel() == 0 or idx_k.numel() == 0 or where.num_requests == 0:

@@ -248,6 +248,7 @@ def prepare_attention(
         lookup.broken_rules("sparse_attention", topk=block_indices.shape[2])
         + lookup.oversized_table(where, block_size),
         queries=q.shape[0],
+        heads=q.shape[1],
     )
     stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
     longest_k = stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k)

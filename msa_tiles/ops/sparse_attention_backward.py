@@ -136,6 +136,7 @@ def _write(
         (dout, q, k, v, out),
         lookup.broken_rules("sparse_attention_backward", topk=block_indices.shape[2]),
         queries=q.shape[0],
+        heads=q.shape[1],
     )
     longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
     # A missing kernel is refused whatever the sizes are.

@@ -224,6 +224,7 @@ def prepare_chosen(
         variant(topk, score.shape[2]),
         refusals=refusals,
         queries=score.shape[1],
+        heads=score.shape[0],
     )
     kernel = lookup.find_kernel(facts, backend)
     if out.numel() == 0 or score.numel() == 0 or where.num_requests == 0:

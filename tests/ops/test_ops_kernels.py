@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.calls import BLOCK, OPERATORS, call, tensors
+from ops import training_calls
+from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, call, tensors
 from ops.kernel_stand_ins import STAND_INS
 
 from msa_tiles import ops
@@ -237,3 +238,29 @@ def test_schedules_have_room_for_what_the_kernels_write():
     variants = cells["sparse_attention"].variants
     assert max(variants["group"]) == attention.LARGEST_GROUP
     assert max(variants["head_dim"]) == attention.LARGEST_HEAD_DIM
+
+
+class SeenError(Exception):
+    """Carries the refusals of a call's facts."""
+
+
+# A schedule is made where its ids are, by the reference only on the CPU.
+LAUNCHED = [op for op in EVERY_OPERATOR if op != "build_schedule"]
+
+
+@pytest.mark.parametrize("op", [*LAUNCHED, "index_kl", "sparse_attention_backward"])
+def test_more_heads_than_an_axis_of_a_grid_holds_are_refused(op, monkeypatch):
+    made = (call if op in OPERATORS else training_calls.call)(op)
+
+    def facts(*arguments):
+        raise SeenError(*arguments[5])
+
+    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: False)
+    monkeypatch.setattr(lookup, "CallFacts", facts)
+    with pytest.raises(SeenError) as caught:
+        getattr(ops, op)(**made)
+    assert not caught.value.args or "heads" not in caught.value.args[-1]
+    monkeypatch.setattr(lookup, "MOST_HEADS", 1)
+    with pytest.raises(SeenError) as caught:
+        getattr(ops, op)(**made)
+    assert caught.value.args[-1].endswith("heads, wanted at most 1: they lie along an axis of the grid")

@@ -88,7 +88,7 @@ class Indexer:
     def launch(self, heads, idx_q, cu_seqlens_q):
         """A block for each head and tile slot: neighbours in the grid read the same keys."""
         return {
-            "grid": (heads, idx_q.shape[0] // self.tile + cute.size(cu_seqlens_q), 1),
+            "grid": (heads * (idx_q.shape[0] // self.tile + cute.size(cu_seqlens_q)), 1, 1),
             "block": (self.threads, 1, 1),
             # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
             "min_blocks_per_mp": 1,

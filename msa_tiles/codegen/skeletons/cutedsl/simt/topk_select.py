@@ -13,6 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.warp import WARP
 
 WARPS = 8  # <- tile.warps
@@ -98,10 +99,7 @@ class TopkSelect:
         order: Int32, heads: Int32, rows: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        num_kv_heads = Int32(out.shape[0])
-        head, tile, tiles = cta % num_kv_heads, cta // num_kv_heads, ctas // num_kv_heads
+        head, tile, tiles = head_and_place(out.shape[0])
         memory = SmemAllocator()
         pools, ids, keys = (
             memory.allocate_tensor(Int32, cute.make_layout((size * self.slots, WARPS)), 16)

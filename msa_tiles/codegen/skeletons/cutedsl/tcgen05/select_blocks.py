@@ -1,8 +1,9 @@
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is 128 consecutive queries of one request;
-slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last request pad the rows that belong to nobody. The
-producer, the multiplying warp and the reading of tensor memory stand in msa_tiles.dsl.cutedsl.tensor_memory.
+Grid: a CTA for every KV head of every tile slot on the first axis, the tiles with the longest prefix first. A tile
+is 128 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last
+request pad the rows that belong to nobody. The producer, the multiplying warp and the reading of tensor memory stand in
+msa_tiles.dsl.cutedsl.tensor_memory.
 """
 
 import cutlass
@@ -12,6 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import topk as top
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, MULTIPLIER, PRODUCER, TensorIndexer, fence_after_sync
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
@@ -81,8 +83,7 @@ class SelectBlocks(TensorIndexer):
         order: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, slot_reversed, _ = cute.arch.block_idx()
-        _, slots, _ = cute.arch.grid_dim()
+        head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         sQ, sK, scores, q_full, k_full, k_free, s_full, s_free = self.prepare(SmemAllocator(), q_atom, k_atom)
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(

@@ -1,8 +1,9 @@
 """Indexer scores with block max-pool: one float32 per query, index head and KV block.
 
-Grid: (index head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
-one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last request pad the rows that belong
-to nobody. The parts that select_blocks shares stand in msa_tiles.dsl.cutedsl.indexer.
+Grid: a CTA for every index head of every tile slot on the first axis, the tiles with the longest prefix first. A
+tile is CONSUMERS * 64 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past
+the last request pad the rows that belong to nobody. The parts that select_blocks shares stand in
+msa_tiles.dsl.cutedsl.indexer.
 """
 
 import cutlass
@@ -11,6 +12,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer
 from msa_tiles.dsl.cutedsl.operands import index_native as index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane, scaled
@@ -122,8 +124,7 @@ class IndexScore(Indexer):
         use_seqused: Int32, use_positions: Int32, causal: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, slot_reversed, _ = cute.arch.block_idx()
-        _, slots, _ = cute.arch.grid_dim()
+        head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = SmemAllocator()
         sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))

@@ -1,13 +1,15 @@
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 
 # % if precision.scale
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 128 consecutive queries of
-one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last request pad the rows that belong
-to nobody. The producers and the loop over the score tiles stand in msa_tiles.dsl.cutedsl.tall.
+Grid: a CTA for every KV head of every tile slot on the first axis, the tiles with the longest prefix first. A tile
+is CONSUMERS * 128 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the
+last request pad the rows that belong to nobody. The producers and the loop over the score tiles stand in
+msa_tiles.dsl.cutedsl.tall.
 # % else
-Grid: (KV head, tile slot), the tiles with the longest prefix first. A tile is CONSUMERS * 64 consecutive queries of
-one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the last request pad the rows that belong
-to nobody. The parts that index_score shares stand in msa_tiles.dsl.cutedsl.indexer.
+Grid: a CTA for every KV head of every tile slot on the first axis, the tiles with the longest prefix first. A tile
+is CONSUMERS * 64 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the
+last request pad the rows that belong to nobody. The parts that index_score shares stand in
+msa_tiles.dsl.cutedsl.indexer.
 # % endif
 """
 
@@ -19,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl import queued  # % if precision.scale
 from msa_tiles.dsl.cutedsl import topk as top
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer  # % if not precision.scale
 from msa_tiles.dsl.cutedsl.maxima import place_of_lane  # % if precision.scale
 from msa_tiles.dsl.cutedsl.operands import index_native as index_key
@@ -97,8 +100,7 @@ class SelectBlocks(TallIndexer):
         seqused_k: cute.Tensor, q_positions: cute.Tensor, q_scale: cute.Tensor, out: cute.Tensor, use_seqused: Int32,
         use_positions: Int32, use_q_scale: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32,
     ):  # fmt: skip
-        head, slot_reversed, _ = cute.arch.block_idx()
-        _, slots, _ = cute.arch.grid_dim()
+        head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first_producer = self.consumers * WARPS
         memory = SmemAllocator()
@@ -215,8 +217,7 @@ class SelectBlocks(Indexer):
         init_blocks: Int32, local_blocks: Int32, order: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, slot_reversed, _ = cute.arch.block_idx()
-        _, slots, _ = cute.arch.grid_dim()
+        head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         sQ, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
