@@ -15,12 +15,34 @@ OPERANDS = ".operands"
 
 
 def code_of(text: str, package: Path = PACKAGE) -> list[str]:
-    """The code of a kernel file (or of its body), then the helper modules it imports, directly or not, by name.
+    """The syntax of a kernel file (or of its body), then that of the helper modules it imports, directly or not.
 
-    The comments above the module docstring compile to nothing and are no part of it.
+    Comments and docstrings compile to nothing and are no part of it.
     """
-    body = without_header(text)
-    return [body, *_helper_sources(body, package)]
+    return [syntax_of(text), *_helper_syntax(text, package)]
+
+
+@functools.lru_cache(maxsize=512)
+def syntax_of(source: str) -> str:
+    """A module's syntax tree as text, without comments, docstrings and layout, whatever Python reads it."""
+    return _written(ast.parse(source))
+
+
+def _written(node: object) -> str:
+    if isinstance(node, ast.Constant):
+        return f"{type(node.value).__name__} {node.value!r}"
+    if isinstance(node, ast.AST):
+        # Fields that hold nothing are left out: later versions of Python add some to old nodes.
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+        return f"{type(node).__name__}({', '.join(f'{name}={_written(value)}' for name, value in fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(_written(item) for item in node if not _is_text(item))}]"
+    return repr(node)
+
+
+def _is_text(node: object) -> bool:
+    """Whether a statement is a docstring, or another string that stands alone."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def header_of(text: str) -> str:
@@ -34,17 +56,17 @@ def without_header(text: str) -> str:
     return text[len(header_of(text)) :]
 
 
-def _helper_sources(body: str, package: Path) -> list[str]:
-    """Sources of the helper modules that the body imports, directly or not, ordered by name."""
+def _helper_syntax(text: str, package: Path) -> list[str]:
+    """Name and syntax of the helper modules that a kernel imports, directly or not, ordered by name."""
     found: dict[str, str] = {}
-    pending = list(_imported_helpers(body, package, _HELPERS))
+    pending = list(_imported_helpers(text, package, _HELPERS))
     while pending:
         name = pending.pop()
         if name in found:
             continue
         found[name] = _module_file(name, package).read_text(encoding="utf-8")  # type: ignore[union-attr]
         pending += _imported_helpers(found[name], package, name)
-    return [name + "\n" + found[name] for name in sorted(found)]
+    return [name + "\n" + syntax_of(found[name]) for name in sorted(found)]
 
 
 def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str]:
@@ -83,6 +105,20 @@ def _module_file(name: str, package: Path) -> Path | None:
             return candidate
     folder, _, last = name.rpartition(".")
     return operand_file(last, folder, package) if folder.endswith(OPERANDS) else None
+
+
+def operands_of(tree: Path, dsl: str) -> Path:
+    """Where a tree of specs, or of generated kernels, has operands of its own."""
+    return tree / OPERANDS[1:] / dsl
+
+
+def search_operands(tree: Path, dsl: str) -> None:
+    """Let operands be found in a tree too, behind those that are found already."""
+    folder = operands_of(tree, dsl)
+    if folder.is_dir():
+        path = importlib.import_module(f"{_HELPERS}.{dsl}{OPERANDS}").__path__
+        if str(folder) not in path:
+            path.append(str(folder))
 
 
 def operand_file(name: str, module: str, package: Path = PACKAGE) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
@@ -17,6 +18,15 @@ def _why_no_gpu() -> str | None:
     if major != CAPABILITY_MAJOR:
         return f"needs a CUDA device of capability {CAPABILITY_MAJOR}.x, this one has {major}.{minor}"
     return None
+
+
+def pytest_configure() -> None:
+    """The seed of whatever a run draws by itself; workers are started later and take it over."""
+    os.environ.setdefault("MSA_TILES_SEED", str(random.randrange(1 << 31)))
+
+
+def pytest_report_header() -> str:
+    return f"MSA_TILES_SEED={os.environ['MSA_TILES_SEED']}"
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -1,4 +1,7 @@
-"""The digest of a kernel: its code, the device helpers it imports, and the toolchain that compiles it."""
+"""The digest of a kernel: its code, that of the device helpers it imports, and what compiles it for which GPU.
+
+Of code counts the syntax tree without comments and docstrings: a wrong sentence can be mended without losing evidence.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from msa_tiles.sources import PACKAGE, code_of, header_of
 _HEADER_DIGEST = re.compile(r"^# cell: (\S+) +digest: ([0-9a-f]{16})$", re.MULTILINE)
 
 
-def digest_of(text: str, dsl: str, package: Path = PACKAGE) -> str:
-    """Digest of a kernel file or of its body."""
+def digest_of(text: str, dsl: str, arch: str, package: Path = PACKAGE) -> str:
+    """Digest of a kernel file or of its body, compiled for `arch`.
+
+    Whatever else of a target reaches code generation stands in the text.
+    """
     state = hashlib.sha256()
-    for part in (*code_of(text, package), json.dumps(PINS[dsl], sort_keys=True)):
+    for part in (*code_of(text, package), json.dumps({"arch": arch, **PINS[dsl]}, sort_keys=True)):
         state.update(hashlib.sha256(part.encode()).digest())
     return state.hexdigest()[:16]
 

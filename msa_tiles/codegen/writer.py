@@ -14,8 +14,9 @@ from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
 from msa_tiles.codegen.plan import KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
-from msa_tiles.sources import PACKAGE, without_header
+from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, operands_of, search_operands, without_header
 from msa_tiles.spec import Specs, load
+from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
 
 INDEX = "index.json"
@@ -44,8 +45,13 @@ class Changes:
     kept: tuple[str, ...] = ()
 
 
-def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) -> Generated:
-    """Render every cell. Same specs, same bytes. Raises SpecError."""
+def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE, tree: Path | None = None) -> Generated:
+    """Render every cell. Same specs, same bytes. Raises SpecError.
+
+    What lies in ``tree``, the directory of the specs, as `operands/<dsl>/<name>.py` is found besides the package's
+    operands, and copied: the directory of generated files is whole by itself.
+    """
+    copies = {} if tree is None else _own_operands(tree)
     alike: dict[tuple, list[KernelPlan]] = {}
     digests: dict[str, str] = {}
     all_plans = []
@@ -55,7 +61,7 @@ def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) 
         body = render(planned, operator, target, precision, skeletons, package)
         plan = completed(planned, table_of(body, package), target)
         all_plans.append(plan)
-        digests[plan.cell] = digest_of(body, plan.dsl, package)
+        digests[plan.cell] = digest_of(body, plan.dsl, target.arch, package)
         alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
     files: dict[str, str] = {}
     paths: dict[str, str] = {}
@@ -64,12 +70,26 @@ def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE) 
         path = min(sharing, key=lambda plan: specs.operators[op].place(plan.cell)).file
         files[path] = header({plan.cell: digests[plan.cell] for plan in sharing}, specs.operators[op], contract) + body
         paths |= {plan.cell: path for plan in sharing}
+    files |= copies
     return Generated(tuple(all_plans), paths, files, index(specs, all_plans, digests, paths))
 
 
 def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
     """Load the specs and bring `out` up to date with them. Raises SpecError before anything is written."""
-    return write(produce(load(specs_dir)), out, selection)
+    return write(produce(load(specs_dir), tree=specs_dir), out, selection)
+
+
+def _own_operands(tree: Path) -> dict[str, str]:
+    """Copies of a tree's operands, which imports find from now on. Raises ValueError where the package has one, too."""
+    copies = {}
+    for dsl in PINS:
+        search_operands(tree, dsl)
+        for file in sorted(operands_of(tree, dsl).glob("*.py")):
+            if (found := operand_file(file.stem, f"msa_tiles.dsl.{dsl}{OPERANDS}")) != file:
+                raise ValueError(f"{shown(file)} has the name of an operand of {dsl} that there is already: {found}")
+            path = operands_of(Path(), dsl) / file.name
+            copies[path.as_posix()] = f"# {MADE_BY}, a copy; do not edit.\n\n{file.read_text(encoding='utf-8')}"
+    return copies
 
 
 def write(generated: Generated, out: Path, selection: Selection | None = None) -> Changes:
@@ -99,7 +119,7 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
         elif present != text and path == INDEX:
             found.append(f"{path} is not what the specs declare")
         elif present != text:
-            found.append(f"{path} {_difference(present, text, dsl=path.split('/')[0])}")
+            found.append(f"{path} {_difference(path, present, text, generated)}")
     if selection.everything:
         found += [f"{path} is an orphan: no spec asks for it" for path in _orphans(generated, out)]
     return found
@@ -107,7 +127,7 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
 
 def _wanted(generated: Generated, out: Path, selection: Selection) -> dict[str, str]:
     paths = dict.fromkeys(path for cell, path in generated.paths.items() if selection.holds(cell))
-    chosen = {path: generated.files[path] for path in paths}
+    chosen = {path: generated.files[path] for path in (*paths, *_copies(generated))}
     return chosen | {INDEX: dumps(_merged_index(generated, out, selection)) + "\n"}
 
 
@@ -129,9 +149,14 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
 
 
 def _orphans(generated: Generated, out: Path) -> list[str]:
-    present = (path for dsl in PINS for path in sorted((out / dsl).rglob("*")) if path.is_file())
+    folders = [folder for dsl in PINS for folder in (out / dsl, operands_of(out, dsl))]
+    present = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
     names = (path.relative_to(out).as_posix() for path in present if "__pycache__" not in path.parts)
     return [name for name in names if name not in generated.files]
+
+
+def _copies(generated: Generated) -> set[str]:
+    return set(generated.files) - set(generated.paths.values())
 
 
 def _read(path: Path) -> str | None:
@@ -141,11 +166,17 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _difference(present: str, wanted: str, dsl: str) -> str:
+def _difference(path: str, present: str, wanted: str, generated: Generated) -> str:
+    if path in _copies(generated):
+        return "is not the copy of the operand that stands beside the specs"
     if without_header(present) == without_header(wanted):
         return "has an old header: its contract, a helper that it imports or the toolchain changed"
+    archs = {plan.cell: generated.index["targets"][plan.target]["arch"] for plan in generated.plans}
+    dsl = path.split("/")[0]
     try:
-        consistent = set(recorded_digests(present).values()) == {digest_of(present, dsl)}
+        consistent = all(
+            digest_of(present, dsl, archs.get(cell, "")) == digest for cell, digest in recorded_digests(present).items()
+        )
     except SyntaxError:
         consistent = False
     if consistent:

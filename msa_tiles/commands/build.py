@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, filter_text, filters_of, without_missing
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.cache import Entry
+    from msa_tiles.runtime.registry import Cell, Registry
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("build", help="compile kernels into the cache, without a GPU", description=__doc__)
     add_filters(parser)
-    parser.add_argument("--audit", action="store_true", help="inspect the machine code against plan and target")
+    parser.add_argument(
+        "--audit",
+        action="store_true",
+        help="inspect the machine code against plan and target, and record which cells passed",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
     parser.set_defaults(func=run)
@@ -44,16 +49,50 @@ def run(args: argparse.Namespace) -> int:
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0
+    failed: set[str] = set()
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
         job = outcome.job
         registers, shared = _resources(outcome.entry) if args.audit else ("", "")
         result = "; ".join(outcome.complaints) or ("audited" if args.audit else "compiled")
         bad += not outcome.good
+        failed |= set() if outcome.good else {job.cell.id}
         rows.append((job.cell.id, variant_text(job.variant), f"{outcome.seconds:.1f}", registers, shared, result))
     console.table([rows[0], *sorted(rows[1:], key=lambda row: row[:2])])
     console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
+    if args.audit:
+        _record(installed, failed, registry)
     return 1 if bad else 0
+
+
+def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -> None:
+    """Keep which cells passed, with the digests that they have now, in `compiled.json`."""
+    import datetime
+
+    from msa_tiles.codegen.toolchain import PINS
+    from msa_tiles.commands.support import is_generated
+    from msa_tiles.runtime import evidence, toolchain
+
+    entries: dict[str, dict[str, Any] | None] = {}
+    for cell in cells:
+        versions = dict(toolchain.generator_versions(cell.dsl))
+        # A digest speaks of the pinned toolchain and of the kernel that was generated.
+        if not is_generated(cell) or any(versions[name] != pinned for name, pinned in PINS[cell.dsl].items()):
+            console.complain(f"{cell.id} is not recorded: it was edited, or its toolchain is not the pinned one")
+            continue
+        entries[cell.id] = None
+        if cell.id not in failed:
+            entries[cell.id] = {
+                "digest": cell.digest,
+                "audit": evidence.audit_digest(cell, registry.targets[cell.target]),
+                "points": len(cell.ci),
+                "versions": {**versions, "compiler": toolchain.compiler_version(cell.dsl)},
+                "date": datetime.date.today().isoformat(),
+            }
+    try:
+        evidence.record_compiled(registry.directory, entries)
+    except OSError as error:
+        console.complain(f"{registry.directory / evidence.COMPILED} cannot be written ({error.strerror})")
 
 
 def _resources(entry: Entry | None) -> tuple[str, str]:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         console.complain(f"--precision {' '.join(args.precision)}: no precision is of this group as yet")
         return 2
     selection = codegen.Selection(args.op, args.dsl, args.target, precisions)
-    generated = codegen.produce(specs)
+    generated = codegen.produce(specs, tree=args.specs)
     count = sum(selection.holds(plan.cell) for plan in generated.plans)
     if args.check:
         problems = codegen.drift(generated, args.out, selection)

@@ -47,7 +47,7 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
     generated = is_generated(cell)
     flags = {
         "generated": generated,
-        "compiled": generated and evidence.is_compiled(cell, registry.targets[cell.target]),
+        "compiled": generated and _is_compiled(cell, registry),
         "simulated": generated and evidence.is_simulated(cell),
         "verified": generated and evidence.is_verified(cell, evidence.read_verified(registry.directory)),
     }
@@ -65,12 +65,21 @@ def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
     }
 
 
+def _is_compiled(cell: Cell, registry: Registry) -> bool:
+    """By the record that is committed, or by this machine's cache."""
+    from msa_tiles.runtime import evidence
+
+    target = registry.targets[cell.target]
+    recorded = evidence.is_recorded(cell, target, evidence.read_compiled(registry.directory))
+    return recorded or evidence.is_compiled(cell, target)
+
+
 def is_generated(cell: Cell) -> bool:
     """Whether the kernel file, its helpers and the toolchain pins still have the digest that the index states."""
     from msa_tiles.codegen.digest import digest_of, recorded_digests
 
     try:
         text = cell.file.read_text(encoding="utf-8")
-        return digest_of(text, cell.dsl) == recorded_digests(text).get(cell.id) == cell.digest
+        return digest_of(text, cell.dsl, cell.arch) == recorded_digests(text).get(cell.id) == cell.digest
     except (OSError, SyntaxError, UnicodeDecodeError):
         return False

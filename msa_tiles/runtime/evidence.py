@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.runtime.build import audit_compiled, ci_jobs
-from msa_tiles.runtime.cache import Cache, default_root
+from msa_tiles.runtime import audit
+from msa_tiles.runtime.build import Job, audit_compiled, ci_jobs
+from msa_tiles.runtime.cache import Cache, default_root, write_atomically
 from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.sources import syntax_of
 
-VERIFIED = "verified.json"
+VERIFIED, COMPILED = "verified.json", "compiled.json"
+DRAWN = 0.1  # of the points whose evidence is recorded, what continuous integration compiles again all the same
 FLAGS = ("generated", "compiled", "simulated", "verified")  # from the weakest to the strongest
 
 
@@ -19,6 +25,51 @@ def is_compiled(cell: Cell, target: Target, cache: Cache | None = None) -> bool:
     """Whether this machine's cache holds every variant that continuous integration compiles, and each audit holds."""
     jobs = ci_jobs([cell])
     return bool(jobs) and all(not audit_compiled(job, target, cache) for job in jobs)
+
+
+def read_compiled(generated: Path) -> dict[str, dict[str, Any]]:
+    """`compiled.json`: cell id -> digest, audit, points, versions and date of the last run in which all points passed.
+
+    Raises ValueError when the file is not what `msa-tiles build --audit` writes.
+    """
+    return _read(generated / COMPILED, "msa-tiles build --audit")
+
+
+def is_recorded(cell: Cell, target: Target, compiled: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether it is on record that every point of the cell as it is now was compiled, and passed the audit of now."""
+    entry = compiled.get(cell.id, {})
+    return (entry.get("digest"), entry.get("audit")) == (cell.digest, audit_digest(cell, target))
+
+
+def audit_digest(cell: Cell, target: Target) -> str:
+    """16 hex digits over what an audit of the cell asks for: the points, the plan, the target's limits, the audit."""
+    plan = ("ci", "tile", "threads", "shared_memory", "registers", "tensor_memory", "expect", "forbid")
+    asked = [
+        {name: cell.entry[name] for name in plan},
+        dataclasses.asdict(target),
+        syntax_of(Path(str(audit.__file__)).read_text(encoding="utf-8")),
+    ]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def record_compiled(generated: Path, entries: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Write cells' entries to `compiled.json`; None takes one away."""
+    document = read_compiled(generated) | {cell: dict(entry) for cell, entry in entries.items() if entry is not None}
+    kept = {cell: entry for cell, entry in sorted(document.items()) if entries.get(cell, entry) is not None}
+    write_atomically(generated / COMPILED, json.dumps(kept, indent=1, sort_keys=True) + "\n", 0o644)
+
+
+def due(
+    cells: Iterable[Cell], targets: Mapping[str, Target], compiled: Mapping[str, Mapping[str, Any]], seed: int
+) -> list[Job]:
+    """The points to compile for evidence: all of cells that are not on record, and a drawn part of the others'."""
+    draw = random.Random(seed)
+    return [
+        job
+        for cell in cells
+        for job in ci_jobs([cell])
+        if draw.random() < DRAWN or not is_recorded(cell, targets[cell.target], compiled)
+    ]
 
 
 def is_simulated(cell: Cell, root: Path | None = None) -> bool:
@@ -45,12 +96,15 @@ def read_verified(generated: Path) -> dict[str, dict[str, Any]]:
 
     Raises ValueError when the file is not what `msa-tiles verify` writes.
     """
-    path = generated / VERIFIED
+    return _read(generated / VERIFIED, "msa-tiles verify")
+
+
+def _read(path: Path, writer: str) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     document = json.loads(path.read_text())
     if not isinstance(document, dict) or not all(isinstance(entry, dict) for entry in document.values()):
-        raise ValueError(f"{path} is not what `msa-tiles verify` writes; delete it and verify again")
+        raise ValueError(f"{path} is not what `{writer}` writes; delete it and run that again")
     return document
 
 

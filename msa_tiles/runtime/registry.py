@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles import paths
-from msa_tiles.sources import code_of
+from msa_tiles.sources import code_of, search_operands
+from msa_tiles.spec.model import DSLS
 
 INDEX = "index.json"
 INDEX_FORMAT = 2
@@ -67,6 +68,7 @@ class Cell:
     precision: str
     reads: tuple[str, ...]  # the roles of a precision that its tensors follow
     mma: str
+    arch: str  # of the target
     file: Path
     digest: str
     variants: Mapping[str, tuple[int, ...]]  # compile-time dim -> supported values, in the spec's order
@@ -130,9 +132,12 @@ class Registry:
             targets = {name: _target(entry) for name, entry in document["targets"].items()}
             formats = document["formats"]
             precisions = {name: _precision(name, entry, formats) for name, entry in document["precisions"].items()}
-            cells = tuple(_cell(entry, directory) for entry in document["cells"])
+            archs = {name: target.arch for name, target in targets.items()}
+            cells = tuple(_cell(entry, directory, archs[entry["target"]]) for entry in document["cells"])
         except (KeyError, TypeError, AttributeError) as error:
             raise RegistryError(f"{path} lacks or misstates {error}; run `msa-tiles generate`") from error
+        for dsl in DSLS:
+            search_operands(directory, dsl)
         return cls(directory, cells, targets, precisions, formats)
 
     def of(self, op: str) -> tuple[Cell, ...]:
@@ -199,7 +204,7 @@ def _target(entry: Mapping[str, Any]) -> Target:
     )
 
 
-def _cell(entry: Mapping[str, Any], directory: Path) -> Cell:
+def _cell(entry: Mapping[str, Any], directory: Path, arch: str) -> Cell:
     return Cell(
         id=entry["id"],
         op=entry["op"],
@@ -208,6 +213,7 @@ def _cell(entry: Mapping[str, Any], directory: Path) -> Cell:
         precision=entry["precision"],
         reads=tuple(entry["reads"]),
         mma=entry["mma"],
+        arch=arch,
         file=directory / entry["file"],
         digest=entry["digest"],
         variants={name: tuple(values) for name, values in entry["variants"].items()},

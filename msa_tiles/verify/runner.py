@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import default_root, write_atomically
 from msa_tiles.runtime.evidence import VERIFIED, read_verified
 from msa_tiles.runtime.registry import Cell
@@ -95,6 +96,7 @@ def run(
                 "date": datetime.date.today().isoformat(),
                 "worst_error": max(passed.values(), default=0.0),
                 "cases": len(cases),
+                "versions": dict(toolchain.generator_versions(cell.dsl)),
             }
             _write(generated, cell, entry)
             journal.remove()

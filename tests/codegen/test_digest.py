@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from msa_tiles.codegen import digest_of, toolchain
+from msa_tiles.codegen import digest_of as digest_for
+from msa_tiles.codegen import toolchain
+from msa_tiles.sources import syntax_of
 
 MakePackage = Callable[[dict[str, str]], Path]
 FILES = {
@@ -17,7 +19,12 @@ FILES = {
     "dsl/tilelang/unused.py": "",
     "ops/other.py": "",
 }
+ARCH = "sm_90a"
 KERNEL = '# header\n\n"""A kernel."""\n\nimport torch\n\nfrom msa_tiles.dsl.tilelang.softmax import online\n'
+
+
+def digest_of(text: str, dsl: str, package: Path) -> str:
+    return digest_for(text, dsl, ARCH, package)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ KERNEL = '# header\n\n"""A kernel."""\n\nimport torch\n\nfrom msa_tiles.dsl.tile
 )
 def test_helpers_count_however_they_are_imported(file: str, package: MakePackage) -> None:
     before = digest_of(KERNEL, "tilelang", package(FILES))
-    assert digest_of(KERNEL, "tilelang", package({file: FILES[file] + "# changed\n"})) != before
+    assert digest_of(KERNEL, "tilelang", package({file: FILES[file] + "changed = 1\n"})) != before
 
 
 @pytest.mark.parametrize("file", ["dsl/tilelang/unused.py", "ops/other.py"])
@@ -55,7 +62,62 @@ def test_the_code_counts_and_the_header_does_not(package: MakePackage) -> None:
     assert len(before) == 16
     assert digest_of(KERNEL.replace("# header", "# another\n# header"), "tilelang", root) == before
     assert digest_of(KERNEL.removeprefix("# header\n\n"), "tilelang", root) == before
-    assert digest_of(KERNEL + "# why\n", "tilelang", root) != before
+    assert digest_of(KERNEL + "why = 1\n", "tilelang", root) != before
+
+
+WORDS = '''"""A kernel."""
+
+from msa_tiles.dsl.tilelang.softmax import online
+
+
+class Kernel:
+    """Says what it does."""
+
+    rows = 8
+    """of a tile"""
+
+    def run(self, text="kept", *, scale=1.0):
+        """Runs."""
+        # why
+        return f"{text:>{self.rows}}" if scale else {**{}}
+'''
+BARE = """from msa_tiles.dsl.tilelang.softmax import online
+class Kernel:
+    rows = (8)
+    def run(
+        self, text='kept', *, scale=1.0,
+    ): return f'{text:>{self.rows}}' if scale else {**{}}
+"""
+
+
+def test_words_and_layout_do_not_count(package: MakePackage) -> None:
+    root = package(FILES)
+    before = digest_of(WORDS, "tilelang", root)
+    assert digest_of(BARE, "tilelang", root) == before
+    package({"dsl/shared.py": '"""Mended."""\n# why\nLOG2_E = 1.44\n'})
+    assert digest_of(WORDS, "tilelang", root) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("rows = 8", "rows = 9"), ('"kept"', '"other"'), ("1.0", "1"), ("def run", "def go"), ("{**{}}", "{}")],
+)
+def test_every_part_of_the_code_counts(old: str, new: str, package: MakePackage) -> None:
+    root = package(FILES)
+    assert digest_of(WORDS.replace(old, new), "tilelang", root) != digest_of(WORDS, "tilelang", root)
+
+
+def test_the_syntax_reads_the_same_in_every_python() -> None:
+    """Written down, because later versions of Python give old nodes new fields."""
+    assert syntax_of("def f(a: int = None):\n    'doc'\n    return -a\n") == (
+        "Module(body=[FunctionDef(name='f', args=arguments(args=[arg(arg='a', annotation=Name(id='int', ctx=Load()))], "
+        "defaults=[NoneType None]), body=[Return(value=UnaryOp(op=USub(), operand=Name(id='a', ctx=Load())))])])"
+    )
+
+
+def test_the_gpu_counts(package: MakePackage) -> None:
+    root = package(FILES)
+    assert digest_for(KERNEL, "tilelang", "sm_90", root) != digest_for(KERNEL, "tilelang", "sm_90a", root)
 
 
 def test_the_toolchain_counts(package: MakePackage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,11 @@ def test_generated_files_and_skeletons_are_linted_and_formatted(tool: list[str],
 def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
     text = GENERATED.files[GENERATED.paths[plan.cell]]
     (cell,) = (cell for cell in GENERATED.index["cells"] if cell["id"] == plan.cell)
-    assert recorded_digests(text)[plan.cell] == cell["digest"] == codegen.digest_of(text, plan.dsl)
+    assert (
+        recorded_digests(text)[plan.cell]
+        == cell["digest"]
+        == codegen.digest_of(text, plan.dsl, SPECS.targets[plan.target].arch)
+    )
     assert "# <-" not in text
     assert "# %" not in text
     operator = SPECS.operators[plan.op]
@@ -113,15 +117,16 @@ def test_the_digest_covers_the_helpers(plan: codegen.KernelPlan, tmp_path: Path)
     imported = re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}\.(?!operands)(\w+) import", text, re.MULTILINE)
     for folder, names in re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}(\.operands)? import (.+)", text, re.MULTILINE):
         imported += [folder.replace(".", "") + "/" * bool(folder) + name.split()[0] for name in names.split(",")]
+    arch = SPECS.targets[plan.target].arch
     package = tmp_path / "msa_tiles"
     shutil.copytree(Path(codegen.__file__).parents[1] / "dsl", package / "dsl")
-    assert codegen.digest_of(text, plan.dsl, package) == recorded_digests(text)[plan.cell]
+    assert codegen.digest_of(text, plan.dsl, arch, package) == recorded_digests(text)[plan.cell]
     assert imported or "msa_tiles.dsl" not in text
     for name in imported:
         helper = package / "dsl" / plan.dsl / f"{name}.py"
-        before = codegen.digest_of(text, plan.dsl, package)
-        helper.write_text(helper.read_text() + "# changed\n")
-        assert codegen.digest_of(text, plan.dsl, package) != before, name
+        before = codegen.digest_of(text, plan.dsl, arch, package)
+        helper.write_text(helper.read_text() + "changed = 1\n")
+        assert codegen.digest_of(text, plan.dsl, arch, package) != before, name
 
 
 def test_every_skeleton_is_used() -> None:
@@ -176,13 +181,13 @@ class TestCommand:
         main(["generate", "--out", str(tmp_path)])
         path = GENERATED.paths[GENERATED.plans[0].cell]
         changed = tmp_path / path
-        changed.write_text(changed.read_text() + "# by hand\n")
+        changed.write_text(changed.read_text() + "BY_HAND = 1\n")
         (tmp_path / "tilelang" / "left_over.py").write_text("")
         assert main(["generate", "--out", str(tmp_path), "--check"]) == 1
         complaints = capsys.readouterr().err
         assert f"{path} does not match its own digest" in complaints
         assert "tilelang/left_over.py is an orphan" in complaints
-        assert changed.read_text().endswith("# by hand\n")
+        assert changed.read_text().endswith("BY_HAND = 1\n")
 
     def test_filters(self, tmp_path: Path) -> None:
         assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0

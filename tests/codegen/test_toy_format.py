@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from msa_tiles import codegen
-from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.dsl.cutedsl import operands
 from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import audit, toolchain
@@ -79,18 +78,21 @@ def replaced(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """What is generated from specs that know the format, and an operand that lies somewhere else."""
+    """What is generated from specs that know the format, and from an operand that lies beside them."""
     specs = tmp_path / "specs"
     shutil.copytree(specs_dir(), specs)
     replaced(specs / "precisions.yaml", "precisions:\n", FORMAT)
     operator = specs / "operators/sparse_decode.yaml"
     replaced(operator, "  q16kv8: {out", "  q16kvi8: {out: 0.03, lse: 0.005}\n  q16kv8: {out")
     replaced(operator, "precisions: [bf16, q16kv8]", "precisions: [bf16, q16kv8, q16kvi8]")
-    own = tmp_path / "own operands"
-    own.mkdir()
-    (own / "int8.py").write_text(OPERAND)
-    monkeypatch.setattr(operands, "__path__", [*operands.__path__, str(own)])
-    codegen.write(codegen.produce(load(specs), SKELETONS), tmp_path / "generated")
+    (specs / "operands/cutedsl").mkdir(parents=True)
+    (specs / "operands/cutedsl/int8.py").write_text(OPERAND)
+    monkeypatch.setattr(operands, "__path__", list(operands.__path__))
+    codegen.generate(specs, tmp_path / "generated")
+    assert codegen.drift(codegen.produce(load(specs), tree=specs), tmp_path / "generated") == []
+    # Whoever reads what was generated needs the specs no more.
+    shutil.rmtree(specs)
+    monkeypatch.setattr(operands, "__path__", list(operands.__path__)[:1])
     return Registry.read(tmp_path / "generated")
 
 
@@ -101,6 +103,15 @@ def test_it_is_generated(registry: Registry) -> None:
     assert "        k_scale: cute.Tensor,\n        v: cute.Tensor,\n        v_scale: cute.Tensor,\n" in text
     [e4m3] = (cell for cell in registry.cells if cell.id == "sparse_decode.cutedsl.sm90.q16kv8")
     assert cell.digest != e4m3.digest
+
+
+def test_an_operand_that_there_is_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(specs_dir(), tmp_path / "specs")
+    (tmp_path / "specs/operands/cutedsl").mkdir(parents=True)
+    (tmp_path / "specs/operands/cutedsl/e4m3.py").write_text(OPERAND)
+    monkeypatch.setattr(operands, "__path__", list(operands.__path__))
+    with pytest.raises(ValueError, match=r"e4m3.py has the name of an operand of cutedsl that there is already"):
+        codegen.generate(tmp_path / "specs", tmp_path / "generated")
 
 
 @pytest.mark.slow

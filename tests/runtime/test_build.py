@@ -52,6 +52,34 @@ def test_compiled_means_every_ci_point_with_a_passing_audit(
     assert not evidence.is_compiled(nothing, target, cache)
 
 
+def test_what_is_on_record_goes_with_digest_plan_and_limits(cell: Cell, target: Target, tmp_path: Path) -> None:
+    assert evidence.read_compiled(tmp_path) == {}
+    entry = {"digest": cell.digest, "audit": evidence.audit_digest(cell, target)}
+    evidence.record_compiled(tmp_path, {cell.id: entry, "another": {"digest": "b"}})
+    compiled = evidence.read_compiled(tmp_path)
+    assert evidence.is_recorded(cell, target, compiled)
+    for changed in (
+        dataclasses.replace(cell, digest="f" * 16),
+        dataclasses.replace(cell, entry={**cell.entry, "expect": ["HGMMA"]}),
+        dataclasses.replace(cell, entry={**cell.entry, "ci": cell.entry["ci"][:1]}),
+    ):
+        assert not evidence.is_recorded(changed, target, compiled)
+    assert not evidence.is_recorded(cell, dataclasses.replace(target, registers_per_thread=168), compiled)
+    evidence.record_compiled(tmp_path, {cell.id: None})
+    assert list(evidence.read_compiled(tmp_path)) == ["another"], "what failed loses its entry"
+
+
+def test_a_tenth_of_what_is_on_record_is_compiled_again(cell: Cell, target: Target) -> None:
+    points = [{"width": 64, "capacity": 4}] * 400
+    many = dataclasses.replace(cell, entry={**cell.entry, "ci": points})
+    targets = {target.name: target}
+    assert len(evidence.due([many], targets, {}, seed=1)) == 400, "all, when nothing is"
+    compiled = {many.id: {"digest": many.digest, "audit": evidence.audit_digest(many, target)}}
+    counts = [len(evidence.due([many], targets, compiled, seed)) for seed in range(20)]
+    assert 10 < min(counts) < max(counts) < 80
+    assert counts == [len(evidence.due([many], targets, compiled, seed)) for seed in range(20)]
+
+
 def test_verified_goes_with_the_digest(cell: Cell, tmp_path: Path) -> None:
     assert evidence.read_verified(tmp_path) == {}
     (tmp_path / "verified.json").write_text(f'{{"{cell.id}": {{"digest": "{cell.digest}", "card": "NVIDIA H100"}}}}')

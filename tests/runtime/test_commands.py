@@ -23,7 +23,7 @@ def generated(registry: Registry, tmp_path: Path) -> Path:
     shutil.copytree(registry.directory, directory, ignore=shutil.ignore_patterns("__pycache__"))
     index = json.loads((directory / "index.json").read_text())
     kernel = directory / index["cells"][0]["file"]
-    digest = digest_of(kernel.read_text(), "tilelang")
+    digest = digest_of(kernel.read_text(), "tilelang", "sm_90a")
     kernel.write_text(f"# cell: scale_rows.tilelang.sm90.bf16   digest: {digest}\n\n{kernel.read_text()}")
     index["cells"][0]["digest"] = digest
     (directory / "index.json").write_text(json.dumps(index))

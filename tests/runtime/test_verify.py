@@ -37,6 +37,7 @@ def cell_of(op: str, precision: str = "bf16") -> Cell:
         precision=precision,
         reads=(),
         mma="simt",
+        arch="sm_90a",
         file=Path("absent.py"),
         digest="0123456789abcdef",
         variants={},
