@@ -320,8 +320,8 @@ FAULTS = {
     "a tile is overwritten while it is read": (f"{WAIT}free + slot, phase)\n                    full", "full"),
     "a tile is read before it came": (f"{WAIT}full + slot, phase)", "pass"),
     "a tile is given back before dK is made": (
-        "warpgroup.wait_group(0)\n        self.release(shared.free",
-        "self.release(shared.free",
+        "warpgroup.wait_group(0)\n        arrive(shared.free",
+        "arrive(shared.free",
     ),
     "keys are overwritten while they are read": (f"{WAIT}k_free, parity ^ 1)", "pass"),
     "keys are read before they came": (f"{WAIT}k_full, parity)", "pass"),
@@ -331,7 +331,7 @@ FAULTS = {
     ),
     "dS is overwritten while it is read": (
         "warpgroup.wait_group(1)\n        if cutlass.const_expr(self.parts == 1):\n            self.release",
-        "self.release(shared.scores_full + buffer)\n        if cutlass.const_expr(self.parts == 1):\n            id",
+        "arrive(shared.scores_full + buffer)\n        if cutlass.const_expr(self.parts == 1):\n            id",
     ),
     "products are read before they are made": (
         "wait_group(1)\n        gradients.score_gradients",

@@ -539,11 +539,11 @@ def test_tiles_of_one_stage_each_do_not_overtake() -> None:
 
 SEEDS = 6
 SCORED = """        warpgroup.wait_group(0)
-        self.release(shared.free + used)
+        arrive(shared.free + used)
         if cutlass.const_expr(last):
-            self.release(shared.q_free)
+            arrive(shared.q_free)
 """
-WEIGHED = "            warpgroup.wait_group(1)\n        self.release(shared.free + held)\n"
+WEIGHED = "            warpgroup.wait_group(1)\n        arrive(shared.free + held)\n"
 WAIT = "cute.arch.mbarrier_wait(shared."
 ANNOUNCED = "            if lane == 0:\n                cute.arch.mbarrier_arrive(shared.tile_full"
 MEETING = "cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)\n"
@@ -567,24 +567,24 @@ FAULTS = {
     "Q is given back before the last product is made": Fault(
         SCORED,
         "        if cutlass.const_expr(last):\n"
-        "            self.release(shared.q_free)\n"
+        "            arrive(shared.q_free)\n"
         "        warpgroup.wait_group(0)\n"
-        "        self.release(shared.free + used)\n",
+        "        arrive(shared.free + used)\n",
         DENSE,
         seed=10,
     ),
     "K is given back before its product is made": Fault(
-        "        warpgroup.wait_group(0)\n        self.release(shared.free + used)\n",
-        "        self.release(shared.free + used)\n        warpgroup.wait_group(0)\n",
+        "        warpgroup.wait_group(0)\n        arrive(shared.free + used)\n",
+        "        arrive(shared.free + used)\n        warpgroup.wait_group(0)\n",
         DENSE,
         seed=6,
     ),
     "V is given back before its product is made": Fault(
         WEIGHED + "        return stage, phase, used\n",
-        "            self.release(shared.free + held)\n"
+        "            arrive(shared.free + held)\n"
         "            warpgroup.wait_group(1)\n"
         "        if cutlass.const_expr(last):\n"
-        "            self.release(shared.free + held)\n"
+        "            arrive(shared.free + held)\n"
         "        return stage, phase, used\n",
         DENSE,
     ),
@@ -605,8 +605,8 @@ FAULTS = {
         spoilt=True,
     ),
     "the stage where rows are staged is given back at once": Fault(
-        "            if m > 0:\n                self.release(shared.free + staged)\n            for part",
-        "            self.release(shared.free + stage)\n            for part",
+        "            if m > 0:\n                arrive(shared.free + staged)\n            for part",
+        "            arrive(shared.free + stage)\n            for part",
     ),
     "a tile is waited for with the wrong parity": Fault("(turn // TILES) & 1)", "(turn // TILES + 1) & 1)"),
     "a tile is not waited for": Fault(f"{WAIT}tile_full + entry, (turn // TILES) & 1)", "pass"),

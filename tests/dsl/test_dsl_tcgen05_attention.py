@@ -362,7 +362,7 @@ FAULTS = {
     "queries are read before they came": (f"{WAIT}q_full + slot, phase)", "pass"),
     "scores are overwritten while they are read": (f"{WAIT}s_free + place, free_phase)", "pass"),
     "scores are given back too early": (
-        "fence_before_sync()\n                self.arrive(shared.s_free",
+        "fence_before_sync()\n                arrive(shared.s_free",
         "cute.arch.mbarrier_arrive(shared.s_free",
     ),
     "probabilities are overwritten while they are read": (f"{WAIT}p_free + place, phase ^ 1)", "pass"),

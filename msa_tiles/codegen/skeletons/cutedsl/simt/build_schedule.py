@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.scan import inclusive_sum
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_tile_at_most, last_visible
+from msa_tiles.dsl.words import edge_of, extent_of
 
 WARPS = 16  # <- tile.warps
 BLOCKS = 2048  # <- tile.blocks
@@ -31,7 +33,6 @@ HALF = WARP // 2
 THREADS = WARPS * WARP
 PER_THREAD = BLOCKS // THREADS
 PIECE = 8  # edges of a task come in multiples of it, but for the last task of a block
-QUERY_SHIFT, SLOT_SHIFT = 13, 7
 
 
 def build_schedule(block_size: int):
@@ -92,19 +93,15 @@ class BuildSchedule:
         """Stand-ins for cute.compile: 8 tensors, 3 scalars and the stream."""
         heads, starts, windows = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(*shape, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            return make_fake_tensor(Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), last))
-
         return (
-            tensor(heads, cute.sym_int(), cute.sym_int(), last=cute.sym_int64()),
-            tensor(starts),
-            tensor(starts),
-            tensor(cute.sym_int()),
-            tensor(cute.sym_int()),
-            tensor(windows, heads, cute.sym_int()),
-            tensor(windows, heads, cute.sym_int(), 4),
-            tensor(windows, heads),
+            stand_in(Int32, heads, cute.sym_int(), cute.sym_int(), last=cute.sym_int64()),
+            stand_in(Int32, starts),
+            stand_in(Int32, starts),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, windows, heads, cute.sym_int()),
+            stand_in(Int32, windows, heads, cute.sym_int(), 4),
+            stand_in(Int32, windows, heads),
             *(Int32(0) for _ in range(3)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -253,7 +250,7 @@ class BuildSchedule:
                     tasks[task_at, 0] = lengths.cu_seqlens_k[request] + row
                     tasks[task_at, 1] = firsts[i] + p * piece
                     tasks[task_at, 2] = cutlass.min(piece, totals[i] - p * piece)
-                    tasks[task_at, 3] = rows * 2 + cut[thread, i]
+                    tasks[task_at, 3] = extent_of(rows, cut[thread, i])
                     task_at = task_at + 1
 
     @cute.jit
@@ -302,8 +299,7 @@ class BuildSchedule:
                             place = run.counter[column]
                             run.counter[column] = place + 1
                             if cutlass.const_expr(write):
-                                edge = (query - run.start) << QUERY_SHIFT
-                                run.edges[place] = edge | (slot << SLOT_SHIFT) | visible
+                                run.edges[place] = edge_of(query - run.start, slot, visible)
                             elif visible < self.block_size - 1:
                                 run.cut[column] = 1
                         cute.arch.sync_warp()

@@ -10,8 +10,9 @@ split with lse -inf is empty: its data may be anything and stays out of the sum.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 
@@ -47,16 +48,11 @@ class Combine:
         """Stand-ins for cute.compile: 4 tensors and the stream."""
         splits, total_q, heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, splits, total_q, heads, self.head_dim, align=BYTES),
-            tensor(Float32, splits, total_q, heads, last=cute.sym_int64()),
-            tensor(self.element, total_q, heads, self.head_dim, align=BYTES),
-            tensor(Float32, total_q, heads, last=cute.sym_int64()),
+            stand_in(self.element, splits, total_q, heads, self.head_dim, align=BYTES),
+            stand_in(Float32, splits, total_q, heads, last=cute.sym_int64()),
+            stand_in(self.element, total_q, heads, self.head_dim, align=BYTES),
+            stand_in(Float32, total_q, heads, last=cute.sym_int64()),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 

@@ -9,9 +9,10 @@ per KV head, the maximum over the heads counts; it ignores NaN unless every head
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.topk import EMPTY, pick
 from msa_tiles.dsl.cutedsl.warp import WARP
@@ -46,18 +47,14 @@ class DecodeTopk:
         """Stand-ins for cute.compile: 7 tensors, 8 scalars and the stream."""
         total_q = cute.sym_int()
 
-        def tensor(element, *shape):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            return make_fake_tensor(element, shape, (*(cute.sym_int64() for _ in shape[1:]), 1))
-
         return (
-            tensor(Float32, cute.sym_int(), total_q, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int(), total_q, cute.sym_int()),
+            stand_in(Float32, cute.sym_int(), total_q, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int(), total_q, cute.sym_int()),
             *(Int32(0) for _ in range(8)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )

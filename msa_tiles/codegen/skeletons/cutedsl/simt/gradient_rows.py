@@ -7,8 +7,9 @@ tensors each, and add their products by shuffles. All warps alike; nothing is sh
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 
@@ -42,17 +43,12 @@ class GradientRows:
         """Stand-ins for cute.compile: 5 tensors, 1 scalar and the stream."""
         total_q, heads = cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, total_q, heads, self.head_dim, align=BYTES),
-            tensor(self.element, total_q, heads, self.head_dim, align=BYTES),
-            tensor(Float32, total_q, heads, last=cute.sym_int64()),
-            tensor(Float32, total_q, heads, last=cute.sym_int64()),
-            tensor(Float32, total_q, heads, 2),
+            stand_in(self.element, total_q, heads, self.head_dim, align=BYTES),
+            stand_in(self.element, total_q, heads, self.head_dim, align=BYTES),
+            stand_in(Float32, total_q, heads, last=cute.sym_int64()),
+            stand_in(Float32, total_q, heads, last=cute.sym_int64()),
+            stand_in(Float32, total_q, heads, 2),
             Int32(0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )

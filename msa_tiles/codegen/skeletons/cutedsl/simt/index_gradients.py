@@ -11,11 +11,13 @@ Shared memory: a sum [index_dim] of every row of threads.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.varlen import last_tile_at_most
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits
+from msa_tiles.dsl.words import valid_rows_of
 
 ROWS = 16  # <- tile.rows
 UNROLL = 4  # <- tile.unroll
@@ -52,20 +54,15 @@ class IndexGradients:
         window, topk, heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         windows, scheduled, num_tasks = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(Float32, window, topk, heads, self.index_dim, align=BYTES),
-            tensor(Int32, window, topk, heads),
-            tensor(Float32, heads, num_tasks, self.block_size, self.index_dim, align=BYTES),
-            tensor(Int32, windows, scheduled, num_tasks, 4),
-            tensor(Int32, windows, scheduled),
-            tensor(Int32, cute.sym_int()),
-            tensor(Float32, cute.sym_int(), heads, self.index_dim, align=BYTES),
-            tensor(Float32, cute.sym_int(), self.index_dim, align=BYTES),
+            stand_in(Float32, window, topk, heads, self.index_dim, align=BYTES),
+            stand_in(Int32, window, topk, heads),
+            stand_in(Float32, heads, num_tasks, self.block_size, self.index_dim, align=BYTES),
+            stand_in(Int32, windows, scheduled, num_tasks, 4),
+            stand_in(Int32, windows, scheduled),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Float32, cute.sym_int(), heads, self.index_dim, align=BYTES),
+            stand_in(Float32, cute.sym_int(), self.index_dim, align=BYTES),
             *(Int32(0) for _ in range(3)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -172,7 +169,7 @@ class IndexGradients:
             task = self.first_task(rows, count, key_row)
             found = self.tasks_of(rows, count, task, key_row)
             while found > 0:
-                valid = tasks[listed, task, 3] >> 1
+                valid = valid_rows_of(tasks[listed, task, 3])
                 for step in cutlass.range_constexpr(steps):
                     copy_four(four(partial_dk[head, task, row + step * self.at_once, None], lane), read[None, step])
                 for step in cutlass.range_constexpr(steps):

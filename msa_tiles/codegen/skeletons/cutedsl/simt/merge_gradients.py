@@ -13,11 +13,13 @@ Slots and tasks are added in order, in float32. A slot counts where its mark is 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, first_bit
+from msa_tiles.dsl.words import valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.output
 ROWS = 16  # <- tile.rows
@@ -52,18 +54,13 @@ class MergeGradients:
         """Stand-ins for cute.compile: 6 tensors, 2 scalars and the stream."""
         window, topk, q_heads, kv_heads, windows = (cute.sym_int() for _ in range(5))
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, window, topk, q_heads, self.head_dim, align=BYTES),
-            tensor(Int32, window, kv_heads, topk),
-            tensor(Int32, windows, kv_heads, cute.sym_int(), 5),
-            tensor(Int32, windows, kv_heads),
-            tensor(Float32, 2, kv_heads, cute.sym_int(), self.head_dim, align=BYTES),
-            tensor(self.element, cute.sym_int(), q_heads, self.head_dim, align=BYTES),
+            stand_in(self.element, window, topk, q_heads, self.head_dim, align=BYTES),
+            stand_in(Int32, window, kv_heads, topk),
+            stand_in(Int32, windows, kv_heads, cute.sym_int(), 5),
+            stand_in(Int32, windows, kv_heads),
+            stand_in(Float32, 2, kv_heads, cute.sym_int(), self.head_dim, align=BYTES),
+            stand_in(self.element, cute.sym_int(), q_heads, self.head_dim, align=BYTES),
             Int32(0),
             Int32(0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -148,7 +145,7 @@ class MergeGradients:
     ):  # fmt: skip
         """This task's share of the sums of a block that its `number` further tasks left."""
         row = tasks[task, 0]
-        valid = tasks[task, 3] >> 1
+        valid = valid_rows_of(tasks[task, 3])
         before = self.further(tasks, row, task, -1, count)
         number = before + 1 + self.further(tasks, row, task, 1, count)
         first = tasks[task - before, 4]

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.cutedsl.warp import WARP, ballot, bits_below, count_bits, first_bit
+from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
 WARPS = 4  # <- tile.warps
 THREADS = WARPS * WARP
@@ -33,7 +35,6 @@ LONGEST = 64  # entries of a query
 BATCH = 2  # entries of a lane that share what they are compared with
 # Fields of a listed block's second word, and of an owner. A mark is number of queries << 8 | mask of them.
 COUNT_SHIFT = 8
-CUT, VALID_SHIFT = 1 << 8, 9
 ENTRY, TWIN, SHARED = (1 << 16) - 1, 1 << 16, 1 << 17
 
 
@@ -94,21 +95,17 @@ class SplitSelection:
         """Stand-ins for cute.compile: 10 tensors, 3 scalars and the stream."""
         heads, total_q, topk, starts, tiles = (cute.sym_int() for _ in range(5))
 
-        def tensor(*shape, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            return make_fake_tensor(Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), last))
-
         return (
-            tensor(heads, total_q, topk, last=cute.sym_int64()),
-            tensor(starts),
-            tensor(starts),
-            tensor(cute.sym_int()),
-            tensor(cute.sym_int()),
-            tensor(heads, total_q, topk),
-            tensor(heads, total_q),
-            tensor(heads, tiles, cute.sym_int(), 2),
-            tensor(heads, tiles),
-            tensor(total_q),
+            stand_in(Int32, heads, total_q, topk, last=cute.sym_int64()),
+            stand_in(Int32, starts),
+            stand_in(Int32, starts),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, heads, total_q, topk),
+            stand_in(Int32, heads, total_q),
+            stand_in(Int32, heads, tiles, cute.sym_int(), 2),
+            stand_in(Int32, heads, tiles),
+            stand_in(Int32, total_q),
             *(Int32(0) for _ in range(3)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )

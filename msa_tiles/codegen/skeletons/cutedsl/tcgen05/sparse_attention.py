@@ -4,9 +4,7 @@ Grid: one persistent CTA per SM. A task is one KV block of one KV head with a ru
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
 work stay in L2.
 
-Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. Tasks are (row where the block begins, first
-edge, number of edges, valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid
-rows end with the request's keys.
+Edges and tasks are the words that msa_tiles.dsl.words describes.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +14,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu.tcgen05 import OperandSource, commit
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import softmax, tcgen05, tma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
 from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
+from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -142,28 +144,23 @@ class SparseAttention:
         total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         windows, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         def keys():
             shape = (cute.sym_int(), kv_heads, self.head_dim)
             if self.blocks.pages_per_block:
                 shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return tensor(self.element, *shape, align=tma.BYTES)
+            return stand_in(self.element, *shape, align=tma.BYTES)
 
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
             keys(),
             keys(),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, windows, kv_heads, cute.sym_int()),
-            tensor(Int32, windows, kv_heads, cute.sym_int(), 4),
-            tensor(Int32, windows, kv_heads),
-            tensor(Int32, windows),
-            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, window, topk, q_heads),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, windows, kv_heads, cute.sym_int()),
+            stand_in(Int32, windows, kv_heads, cute.sym_int(), 4),
+            stand_in(Int32, windows, kv_heads),
+            stand_in(Int32, windows),
+            stand_in(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, window, topk, q_heads),
             Float32(0.0),
             Int32(0),
             Int32(0),
@@ -270,22 +267,6 @@ class SparseAttention:
         return cute.arch.retrieve_tmem_ptr(Float32, 16, shared.address)
 
     @cute.jit
-    def advance(self, place: Int32, phase: Int32, depth: cutlass.Constexpr) -> tuple[Int32, Int32]:
-        """The next place of a ring and its phase."""
-        place = place + 1
-        if place == depth:
-            place = Int32(0)
-            phase = phase ^ 1
-        return place, phase
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """One arrival for the whole warp."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
     def claim(
         self, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom, mV: cute.Tensor, shared: Shared,
         page_table: cute.Tensor, tasks: cute.Tensor, counts: cute.Tensor, claims: cute.Tensor, window_index: Int32,
@@ -296,10 +277,7 @@ class SparseAttention:
         boxes = tma.boxes(shared.blocks, self.blocks.box_rows, self.block_size, self.head_dim, BLOCKS)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(v_atom)
-        # Claims only grow, so the head of the last one is where the search for the next one begins.
-        head = Int32(0)
-        passed = Int32(0)
-        count = counts[window_index, 0]
+        claim = first_claim(counts, window_index)
         place = Int32(0)
         phase = Int32(1)
         wanted = Int32(1)
@@ -307,39 +285,31 @@ class SparseAttention:
         while running > 0:
             cute.arch.mbarrier_wait(shared.task_wanted, wanted)
             wanted = wanted ^ 1
-            claim = Int32(0)
-            if lane == 0:
-                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
-            claim = cute.arch.shuffle_sync(claim, 0)
-            while (head < heads) & (claim - passed >= count):
-                passed = passed + count
-                head = head + 1
-                count = Int32(0)
-                if head < heads:
-                    count = counts[window_index, head]
+            claim = next_claim(claim, claims, counts, window_index, heads, lambda head: head)
+            head = claim.head
             if head < heads:
-                task = tasks[window_index, head, claim - passed, None]
+                task = tasks[window_index, head, claim.place, None]
                 row = task[0]
                 if lane == 0:
                     shared.task[0] = task[1]
                     shared.task[1] = task[2]
                     shared.task[2] = head
                     shared.task[3] = task[3]
-                self.arrive(shared.task_full)
+                arrive(shared.task_full)
                 pages = self.blocks.pages(page_table, row)
                 cute.arch.mbarrier_wait(shared.block_free + place, phase)
                 target = boxes[None, None, None, None, place]
                 self.blocks.load(k_atom, mK, row, pages, head, target, shared.block_full + place)
-                place, phase = self.advance(place, phase, BLOCKS)
+                place, phase = following(place, phase, BLOCKS)
                 cute.arch.mbarrier_wait(shared.block_free + place, phase)
                 target = boxes[None, None, None, None, place]
                 self.blocks.load(v_atom, mV, row, pages, head, target, shared.block_full + place)
-                place, phase = self.advance(place, phase, BLOCKS)
+                place, phase = following(place, phase, BLOCKS)
             else:
                 running = Int32(0)
                 if lane == 0:
                     shared.task[1] = Int32(-1)
-                self.arrive(shared.task_full)
+                arrive(shared.task_full)
 
     @cute.jit
     def gather(
@@ -388,8 +358,8 @@ class SparseAttention:
                     if lane == 0:
                         shared.records[record, 0] = head
                         shared.records[record, 1] = self.flags_of(extent, tile, tiles)
-                    self.arrive(shared.record_full + record)
-                    record, record_phase = self.advance(record, record_phase, RECORDS)
+                    arrive(shared.record_full + record)
+                    record, record_phase = following(record, record_phase, RECORDS)
                     cute.arch.mbarrier_wait(shared.q_free + slot, phase)
                     full_slot = shared.q_full + slot
                     if lane == 0:
@@ -397,17 +367,17 @@ class SparseAttention:
                     # No lane may load before the barrier knows how much will come.
                     cute.arch.sync_warp()
                     for r in cutlass.range_constexpr(self.queries):
-                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
+                        token = first_token + query_of(cute.arch.shuffle_sync(current, r))
                         if r < queries:
                             target = boxes[None, None, None, None, None, r, slot]
                             self.rows.load(q_atom, mQ, token, head, target, full_slot)
-                    slot, phase = self.advance(slot, phase, STAGES)
+                    slot, phase = following(slot, phase, STAGES)
         for _ in cutlass.range_constexpr(SOFTMAXES):
             cute.arch.mbarrier_wait(shared.record_free + record, record_phase)
             if lane == 0:
                 shared.records[record, 0] = Int32(-1)
-            self.arrive(shared.record_full + record)
-            record, record_phase = self.advance(record, record_phase, RECORDS)
+            arrive(shared.record_full + record)
+            record, record_phase = following(record, record_phase, RECORDS)
 
     def tiles_of(self, num):
         """How many tiles a task of `num` edges has."""
@@ -442,8 +412,8 @@ class SparseAttention:
         running = Int32(1)
         while running > 0:
             head, flags = self.read_record(shared, record, record_phase)
-            self.arrive(shared.record_free + record)
-            record, record_phase = self.advance(record, record_phase, RECORDS)
+            arrive(shared.record_free + record)
+            record, record_phase = following(record, record_phase, RECORDS)
             if head < 0:
                 running = Int32(0)
             else:
@@ -453,7 +423,7 @@ class SparseAttention:
                     # The values too, which are not this warp's: it waits for every phase of a place, or keys would be
                     # taken for there that are still to come where others had the same parity. And now, while the
                     # product to come keeps the values in their place.
-                    values, values_phase = self.advance(block, block_phase, BLOCKS)
+                    values, values_phase = following(block, block_phase, BLOCKS)
                     cute.arch.mbarrier_wait(shared.block_full + values, values_phase)
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
                 cute.arch.mbarrier_wait(shared.s_free + place, free_phase)
@@ -469,9 +439,9 @@ class SparseAttention:
                 if (flags & LAST) != 0:
                     # Past the task's values.
                     for _ in cutlass.range_constexpr(2):
-                        block, block_phase = self.advance(block, block_phase, BLOCKS)
-                slot, phase = self.advance(slot, phase, STAGES)
-                place, free_phase = self.advance(place, free_phase, SOFTMAXES)
+                        block, block_phase = following(block, block_phase, BLOCKS)
+                slot, phase = following(slot, phase, STAGES)
+                place, free_phase = following(place, free_phase, SOFTMAXES)
 
     @cute.jit
     def weigh(self, weigh, shared: Shared):
@@ -486,15 +456,15 @@ class SparseAttention:
         record = Int32(0)
         record_phase = Int32(0)
         # The values of a task come behind its keys.
-        block, block_phase = self.advance(Int32(0), Int32(0), BLOCKS)
+        block, block_phase = following(Int32(0), Int32(0), BLOCKS)
         place = Int32(0)
         full_phase = Int32(0)
         free_phase = Int32(1)
         running = Int32(1)
         while running > 0:
             head, flags = self.read_record(shared, record, record_phase)
-            self.arrive(shared.record_free + record)
-            record, record_phase = self.advance(record, record_phase, RECORDS)
+            arrive(shared.record_free + record)
+            record, record_phase = following(record, record_phase, RECORDS)
             if head < 0:
                 running = Int32(0)
             else:
@@ -519,8 +489,8 @@ class SparseAttention:
                     commit(shared.o_full)
                 if (flags & LAST) != 0:
                     for _ in cutlass.range_constexpr(2):
-                        block, block_phase = self.advance(block, block_phase, BLOCKS)
-                place, full_phase = self.advance(place, full_phase, SOFTMAXES)
+                        block, block_phase = following(block, block_phase, BLOCKS)
+                place, full_phase = following(place, full_phase, SOFTMAXES)
                 free_phase = free_phase ^ 1
 
     @cute.jit
@@ -541,9 +511,9 @@ class SparseAttention:
         while running > 0:
             head, flags = self.read_record(shared, record, record_phase)
             edge = shared.edges[record, query]
-            self.arrive(shared.record_free + record)
+            arrive(shared.record_free + record)
             for _ in cutlass.range_constexpr(SOFTMAXES):
-                record, record_phase = self.advance(record, record_phase, RECORDS)
+                record, record_phase = following(record, record_phase, RECORDS)
             if head < 0:
                 running = Int32(0)
             else:
@@ -554,12 +524,12 @@ class SparseAttention:
                 if (flags & CUT) != 0:
                     tcgen05.read(memory + place * S_COLUMNS, thread, scores)
                     cute.arch.fence_view_async_tmem_load()
-                    hide(scores, edge & 127)
+                    hide(scores, last_column_of(edge))
                 else:
                     tcgen05.read(memory + place * S_COLUMNS, thread, scores)
                     cute.arch.fence_view_async_tmem_load()
                 fence_before_sync()
-                self.arrive(shared.s_free + place)
+                arrive(shared.s_free + place)
                 largest, total = exponentials(scores, scale_log2)
                 inverse = cute.arch.rcp_approx(total)
                 cute.arch.mbarrier_wait(shared.p_free + place, phase ^ 1)
@@ -570,10 +540,10 @@ class SparseAttention:
                     tcgen05.write(probabilities, memory + columns, thread)
                 cute.arch.fence_view_async_tmem_store()
                 fence_before_sync()
-                self.arrive(shared.p_full + place)
+                arrive(shared.p_full + place)
                 if (edge >= 0) & (row < self.group):
                     lse = softmax.log_sum(largest, total, scale_log2)
-                    partial_lse[edge >> 13, (edge >> 7) & 63, head * self.group + row] = lse
+                    partial_lse[query_of(edge), slot_of(edge), head * self.group + row] = lse
                 phase = phase ^ 1
 
     @cute.jit
@@ -594,8 +564,8 @@ class SparseAttention:
         while running > 0:
             head, _ = self.read_record(shared, record, record_phase)
             edges = [shared.edges[record, member * of_warp + r] for r in range(of_warp)]
-            self.arrive(shared.record_free + record)
-            record, record_phase = self.advance(record, record_phase, RECORDS)
+            arrive(shared.record_free + record)
+            record, record_phase = following(record, record_phase, RECORDS)
             if head < 0:
                 running = Int32(0)
             else:
@@ -610,7 +580,7 @@ class SparseAttention:
                     cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(step == steps - 1):
                         fence_before_sync()
-                        self.arrive(shared.o_free)
+                        arrive(shared.o_free)
                     rounded.store(exact.load().to(self.element))
                     self.rows.stage(rounded, shared.staging.iterator, thread, step * COLUMNS)
                 cute.arch.fence_view_async_shared()
@@ -618,7 +588,7 @@ class SparseAttention:
                 for r in cutlass.range_constexpr(of_warp):
                     if edges[r] >= 0:
                         source = boxes[None, None, None, None, None, member * of_warp + r, 0]
-                        partial = (edges[r] >> 13) * topk + ((edges[r] >> 7) & 63)
+                        partial = query_of(edges[r]) * topk + slot_of(edges[r])
                         self.rows.store(out_atom, source, mO, partial, head)
                 cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -23,18 +23,22 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, turned, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.words import last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
@@ -202,27 +206,22 @@ class IndexKl:
         rows, topk = cute.sym_int(), cute.sym_int()
         q_heads = cute.sym_int()
 
-        def tensor(element, *shape, align=None, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, total_q, q_heads, last=cute.sym_int64()),
-            tensor(self.element, total_q, kv_heads, self.index_dim, align=tma.BYTES),
-            tensor(self.element, total_k, self.index_dim, align=tma.BYTES),
-            tensor(Float32, total_q, kv_heads),
-            tensor(Float32, total_q),
-            tensor(Int32, windows, scheduled, cute.sym_int()),
-            tensor(Int32, windows, scheduled, num_tasks, 4),
-            tensor(Int32, windows, scheduled),
-            tensor(Int32, windows),
-            tensor(Int32, rows, topk, kv_heads),
-            tensor(Float32, kv_heads, num_tasks, self.block_size),
-            tensor(Float32, rows, topk, kv_heads, self.index_dim, align=tma.BYTES),
-            tensor(Float32, kv_heads, cute.sym_int(), self.block_size, self.index_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, total_q, q_heads, last=cute.sym_int64()),
+            stand_in(self.element, total_q, kv_heads, self.index_dim, align=tma.BYTES),
+            stand_in(self.element, total_k, self.index_dim, align=tma.BYTES),
+            stand_in(Float32, total_q, kv_heads),
+            stand_in(Float32, total_q),
+            stand_in(Int32, windows, scheduled, cute.sym_int()),
+            stand_in(Int32, windows, scheduled, num_tasks, 4),
+            stand_in(Int32, windows, scheduled),
+            stand_in(Int32, windows),
+            stand_in(Int32, rows, topk, kv_heads),
+            stand_in(Float32, kv_heads, num_tasks, self.block_size),
+            stand_in(Float32, rows, topk, kv_heads, self.index_dim, align=tma.BYTES),
+            stand_in(Float32, kv_heads, cute.sym_int(), self.block_size, self.index_dim, align=tma.BYTES),
             *(Float32(0.0) for _ in range(3)),
             *(Int32(0) for _ in range(4)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -345,35 +344,24 @@ class IndexKl:
         index_boxes = tma.boxes(shared.keys, self.block_size, self.block_size, self.index_dim, 2)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(index_atom)
-        # Claims only grow, so the head of the last one is where the search for the next one begins.
-        head = Int32(0)
-        passed = Int32(0)
-        count = counts[window_index, 0]
+        claim = first_claim(counts, window_index)
         turn = Int32(0)
         running = Int32(1)
         while running > 0:
             parity = turn & 1
             cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
-            claim = Int32(0)
-            if lane == 0:
-                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
-            claim = cute.arch.shuffle_sync(claim, 0)
-            while (head < heads) & (claim - passed >= count):
-                passed = passed + count
-                head = head + 1
-                count = Int32(0)
-                if head < heads:
-                    count = counts[window_index, self.listed(head)]
+            claim = next_claim(claim, claims, counts, window_index, heads, self.listed)
+            head = claim.head
             row = Int32(0)
             if head < heads:
-                task = tasks[window_index, self.listed(head), claim - passed, None]
+                task = tasks[window_index, self.listed(head), claim.place, None]
                 row = task[0]
                 if lane == 0:
                     shared.tasks[parity, 0] = task[1]
                     shared.tasks[parity, 1] = task[2]
                     shared.tasks[parity, 2] = head
-                    shared.tasks[parity, 3] = task[3] >> 1
-                    shared.tasks[parity, 4] = claim - passed
+                    shared.tasks[parity, 3] = valid_rows_of(task[3])
+                    shared.tasks[parity, 4] = claim.place
             else:
                 running = Int32(0)
                 if lane == 0:
@@ -429,20 +417,17 @@ class IndexKl:
                     left = left - self.queries
                     edge = of_head[first_edge + cutlass.min(num - left + lane, num - 1)]
                     if (lane < queries) & (gradients > 0):
-                        present[current >> 13, (current >> 7) & 63, head] = Int32(1)
+                        present[query_of(current), slot_of(current), head] = Int32(1)
                     cute.arch.mbarrier_wait(shared.q_free + slot, phase)
                     full = shared.q_full + slot
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, queries * self.rows.token_bytes)
                     for r in cutlass.range_constexpr(self.queries):
-                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
+                        token = first_token + query_of(cute.arch.shuffle_sync(current, r))
                         if r < queries:
                             target = boxes[None, None, None, None, None, r, slot]
                             self.rows.load(q_atom, mQ, token, head, target, full)
-                    slot = slot + 1
-                    if slot == STAGES:
-                        slot = Int32(0)
-                        phase = phase ^ 1
+                    slot, phase = following(slot, phase, STAGES)
             turn = turn + 1
 
     def column_of(self, edge):
@@ -498,7 +483,7 @@ class IndexKl:
                         cute.arch.mbarrier_arrive(shared.task_gathered)
                     current = edge
                     edge = of_head[first_edge + cutlass.min(first + EDGES + lane % EDGES, num - 1)]
-                    query = first_token + (current >> 13)
+                    query = first_token + query_of(current)
                     for v in cutlass.range_constexpr(index_queries.shape[1]):
                         column = part * (EDGES // PREPARERS) + (v * WARP + lane) // of_row
                         token = cute.arch.shuffle_sync(query, self.edge_of(column))
@@ -655,21 +640,11 @@ class IndexKl:
         return wgmma.product(self.element, self.index_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
 
     @cute.jit
-    def release(self, free: cute.Pointer):
-        """One arrival for each consumer warp."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(free)
-
-    @cute.jit
     def release_tile(self, shared: Shared, real: Int32, slot: Int32, phase: Int32):
         """A slot's tile is multiplied: the next slot and its phase. Past the end of the stream nothing changes."""
         if real > 0:
-            self.release(shared.q_free + slot)
-            slot = slot + 1
-            if slot == STAGES:
-                slot = Int32(0)
-                phase = phase ^ 1
+            arrive(shared.q_free + slot)
+            slot, phase = following(slot, phase, STAGES)
         return slot, phase
 
     @cute.jit
@@ -678,7 +653,7 @@ class IndexKl:
         cute.arch.mbarrier_wait(shared.k_full, parity)
         atom, loading, block = tile.loading
         cute.copy(atom, block[None, tile.consumer, None, 0], loading.retile(tile.K)[None, 0, None])
-        self.release(shared.k_free)
+        arrive(shared.k_free)
 
     @cute.jit
     def chunk_before(self, buffer: Int32, phase: Int32):
@@ -733,16 +708,16 @@ class IndexKl:
             if number > 0:
                 cute.arch.mbarrier_wait(shared.exchanged + before, phase_before)
             self.stage(tile, buffer)
-            self.release(shared.exchanged + buffer)
+            arrive(shared.exchanged + buffer)
             self.multiply_queries(tile, buffer, (bits & FIRST) == 0)
             # Before the first chunk this multiplies anything, and the result is dropped.
             self.multiply_keys_turned(tile, before, shared.headers[before, 4] & 1)
             warpgroup.wait_group(1 + self.own_tiles)
         else:
             warpgroup.wait_group(0)
-            self.release(shared.chunk_free + buffer)
+            arrive(shared.chunk_free + buffer)
             if (bits & LAST) != 0:
-                self.release(shared.keys_free + (turn & 1))
+                arrive(shared.keys_free + (turn & 1))
         slot, phase = self.release_tile(shared, real, slot, phase)
         if real > 0:
             cute.arch.mbarrier_wait(shared.q_full + slot, phase)
@@ -753,7 +728,7 @@ class IndexKl:
         if cutlass.const_expr(gradients):
             if number > 0:
                 if (shared.headers[before, 0] & LAST) != 0:
-                    self.release(shared.keys_free + (shared.headers[before, 4] & 1))
+                    arrive(shared.keys_free + (shared.headers[before, 4] & 1))
         return slot, phase, after, phase_after, real
 
     @cute.jit
@@ -805,7 +780,7 @@ class IndexKl:
                 shift = shared.index_lse[buffer, column]
                 weight = shared.weights[buffer, column]
                 # The last key of the block that the query sees.
-                limit = pick(edge < 0, -1, edge & 127)
+                limit = pick(edge < 0, -1, last_column_of(edge))
                 for half in cutlass.range_constexpr(2):
                     seen = first_row + 8 * half <= limit
                     probability = choose(seen, tile.teacher[(c, half, j), 0, 0], Float32(0.0))
@@ -864,7 +839,7 @@ class IndexKl:
         if number > 1:
             place, _ = self.chunk_before(before, Int32(0))
             self.store_queries(shared, results, tile, place)
-            self.release(shared.chunk_free + place)
+            arrive(shared.chunk_free + place)
         if number > 0:
             if (shared.headers[before, 0] & LAST) != 0:
                 self.store_keys(shared, results, tile, before)
@@ -881,7 +856,7 @@ class IndexKl:
                     # All consumers have the same.
                     own = own & (tile.consumer == 0)
                 if own:
-                    row = results.partial_dq[edge >> 13, (edge >> 7) & 63, head, None]
+                    row = results.partial_dq[query_of(edge), slot_of(edge), head, None]
                     for m in cutlass.range_constexpr(self.own_tiles):
                         for half in cutlass.range_constexpr(2):
                             value = tile.dq[(c, half, j), m, 0] * results.factor

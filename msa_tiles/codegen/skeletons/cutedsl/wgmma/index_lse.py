@@ -16,14 +16,16 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.scores import choose, fold
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, wide
+from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
@@ -60,18 +62,13 @@ class IndexLse:
         total_q, kv_heads = cute.sym_int(), cute.sym_int()
         windows, scheduled, num_tasks = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, total_q, kv_heads, self.index_dim, align=BYTES),
-            tensor(self.element, cute.sym_int(), self.index_dim, align=BYTES),
-            tensor(Int32, windows, scheduled, cute.sym_int()),
-            tensor(Int32, windows, scheduled, num_tasks, 4),
-            tensor(Int32, windows, scheduled),
-            tensor(Float32, cute.sym_int(), cute.sym_int(), kv_heads),
+            stand_in(self.element, total_q, kv_heads, self.index_dim, align=BYTES),
+            stand_in(self.element, cute.sym_int(), self.index_dim, align=BYTES),
+            stand_in(Int32, windows, scheduled, cute.sym_int()),
+            stand_in(Int32, windows, scheduled, num_tasks, 4),
+            stand_in(Int32, windows, scheduled),
+            stand_in(Float32, cute.sym_int(), cute.sym_int(), kv_heads),
             Float32(0.0),
             *(Int32(0) for _ in range(3)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -156,9 +153,9 @@ class IndexLse:
             own = [edges[first_edge + cutlass.min(first + row + 8 * half, num - 1)] for half in range(2)]
             warpgroup.wait_group(0)
             for half in cutlass.range_constexpr(2):
-                value = self.row_lse(S, half, (own[half] & 127) - lane % 4 * 2, scale_log2)
+                value = self.row_lse(S, half, last_column_of(own[half]) - lane % 4 * 2, scale_log2)
                 if lane % 4 == 0:
-                    partial_lse[first_row + (own[half] >> 13), (own[half] >> 7) & 63] = value
+                    partial_lse[first_row + query_of(own[half]), slot_of(own[half])] = value
 
     @cute.jit
     def gather(
@@ -173,7 +170,7 @@ class IndexLse:
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.element, num_bits_per_copy=BYTES * 8)
         for step in cutlass.range_constexpr(ROWS // at_once):
             row = step * at_once + thread // of_row
-            query = first_query + (edges[first_edge + cutlass.min(first + row, num - 1)] >> 13)
+            query = first_query + query_of(edges[first_edge + cutlass.min(first + row, num - 1)])
             address = base + self.place(row, thread % of_row) * BYTES
             target = cute.make_ptr(self.element, address, cute.AddressSpace.smem, assumed_align=BYTES)
             cute.copy(

@@ -18,21 +18,24 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import EVICT_FIRST, Rows
 from msa_tiles.dsl.cutedsl.gradients import HIGH
 from msa_tiles.dsl.cutedsl.hidden import clean_column, unbounded_pair
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.running import running_softmax
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -45,7 +48,7 @@ GROUP = 128  # threads of a warpgroup
 WARP = 32
 WARPS = GROUP // WARP
 WARP_ROWS = 16  # of a tile
-CUT, VALID_SHIFT, VALID_MASK = 1 << 8, 9, 255
+VALID_MASK = 255
 SUSPECT = -(1 << 31)  # in a word: look for what a query may not see
 NO_TURN = 1 << 30
 LOG2_E = 1.4426950408889634
@@ -182,30 +185,25 @@ class SharedAttention:
         total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         tiles, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         def keys():
             shape = (cute.sym_int(), kv_heads, self.head_dim)
             if self.blocks.pages_per_block:
                 shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return tensor(self.element, *shape, align=tma.BYTES)
+            return stand_in(self.element, *shape, align=tma.BYTES)
 
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
             keys(),
             keys(),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, kv_heads, tiles, cute.sym_int(), 2),
-            tensor(Int32, kv_heads, tiles),
-            tensor(Int32, kv_heads, total_q),
-            tensor(Int32, total_q),
-            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, window, topk, q_heads),
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, total_q, q_heads, last=cute.sym_int64()),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, kv_heads, tiles, cute.sym_int(), 2),
+            stand_in(Int32, kv_heads, tiles),
+            stand_in(Int32, kv_heads, total_q),
+            stand_in(Int32, total_q),
+            stand_in(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, window, topk, q_heads),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, total_q, q_heads, last=cute.sym_int64()),
             Float32(0.0),
             Int32(0),
             Int32(0),
@@ -329,15 +327,6 @@ class SharedAttention:
         return cutlass.max(turns - first, 0)
 
     @cute.jit
-    def following(self, stage: Int32, phase: Int32):
-        """The next stage of the ring, and its phase."""
-        stage = stage + 1
-        if stage == STAGES:
-            stage = Int32(0)
-            phase = phase ^ 1
-        return stage, phase
-
-    @cute.jit
     def load_rows(
         self, atom: cute.CopyAtom, source: cute.Tensor, token: Int32, head: Int32, target: cute.Tensor,
         full: cute.Pointer,
@@ -436,11 +425,11 @@ class SharedAttention:
                 cute.arch.sync_warp()
                 boxes = blocks[None, None, None, None, stage]
                 self.load_block(k_atom, mK, row, page, head, boxes, shared.full + stage)
-                stage, phase = self.following(stage, phase)
+                stage, phase = following(stage, phase, STAGES)
                 cute.arch.mbarrier_wait(shared.free + stage, phase)
                 boxes = blocks[None, None, None, None, stage]
                 self.load_block(v_atom, mV, row, page, head, boxes, shared.full + stage)
-                stage, phase = self.following(stage, phase)
+                stage, phase = following(stage, phase, STAGES)
             if turn == 0:
                 cute.arch.griddepcontrol_wait()
             for m in cutlass.range((most + self.parts - 1) // self.parts, unroll=1):
@@ -457,7 +446,7 @@ class SharedAttention:
                             target = parts[None, None, None, None, None, r, stage * self.parts + part]
                             source = (token - first + r) * topk + m * self.parts + part
                             self.load_rows(part_atom, mP, source, head, target, shared.full + stage)
-                stage, phase = self.following(stage, phase)
+                stage, phase = following(stage, phase, STAGES)
             turn = turn + 1
             running = self.takes(work, turn - back)
             if (not running) & (back == 0):
@@ -504,11 +493,11 @@ class SharedAttention:
                 q_phase = q_phase ^ 1
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
                 wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
-                stage, phase = self.following(stage, phase)
+                stage, phase = following(stage, phase, STAGES)
             # Each warp's own stores: the stage is free once all have arrived.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             if staged >= 0:
-                self.release(shared.free + staged)
+                arrive(shared.free + staged)
             self.start(tile, logs, own, slots, most)
             for _ in cutlass.range(num - 1, unroll=1):
                 stage, phase, used = self.step(False, shared, tile, entry, stage, phase, used)
@@ -525,7 +514,7 @@ class SharedAttention:
             if (not running) & (back == 0):
                 # The same rows may be on their way once more.
                 cute.arch.cp_async_bulk_wait_group(0)
-                self.release(shared.done)
+                arrive(shared.done)
                 back = self.repeated(shared, turn)
                 running = back > 0
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -571,13 +560,6 @@ class SharedAttention:
         """Which queries of the tile the two rows of a lane belong to: the same one with a group of 16."""
         of_warp = WARP_ROWS // self.rows.rows_per_token
         return [member * of_warp + half * (of_warp - 1) for half in range(2)]
-
-    @cute.jit
-    def release(self, free: cute.Pointer):
-        """One arrival for each consumer warp."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(free)
 
     @cute.jit
     def logs_from(self, tile: Tile, own, slots, first: Int32):
@@ -626,9 +608,9 @@ class SharedAttention:
         weights = cute.recast_tensor(tile.P, Int32)
         numbers = self.tokens_of(tile.member)
         warpgroup.wait_group(0)
-        self.release(shared.free + used)
+        arrive(shared.free + used)
         if cutlass.const_expr(last):
-            self.release(shared.q_free)
+            arrive(shared.q_free)
         # The last column that each of a lane's two rows sees: block_size - 1 or more for the whole block, -1 for none.
         rooms = [Int32(self.block_size - 1) for _ in range(2)]
         if (word & CUT) != 0:
@@ -657,16 +639,16 @@ class SharedAttention:
             cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
         wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values[None, None, None, stage])
         held = stage
-        stage, phase = self.following(stage, phase)
+        stage, phase = following(stage, phase, STAGES)
         used = stage
         if cutlass.const_expr(last):
             warpgroup.wait_group(0)
         else:
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
-            stage, phase = self.following(stage, phase)
+            stage, phase = following(stage, phase, STAGES)
             warpgroup.wait_group(1)
-        self.release(shared.free + held)
+        arrive(shared.free + held)
         return stage, phase, used
 
     @cute.jit
@@ -692,7 +674,7 @@ class SharedAttention:
         self.read_logs(logs, own, slots, 0)
         for m in cutlass.range((most + self.parts - 1) // self.parts, unroll=1):
             if m > 0:
-                self.release(shared.free + staged)
+                arrive(shared.free + staged)
             for part in cutlass.range_constexpr(self.parts):
                 for half in cutlass.range_constexpr(2):
                     shifted = logs[part, half] * LOG2_E - tile.row_max[half] * tile.scale_log2
@@ -711,7 +693,7 @@ class SharedAttention:
                     else:
                         self.add_partial(tile, loaded, of_part, [slot < slots[half] for half in range(2)])
             staged = stage
-            stage, phase = self.following(stage, phase)
+            stage, phase = following(stage, phase, STAGES)
         return stage, phase, staged
 
     @cute.jit

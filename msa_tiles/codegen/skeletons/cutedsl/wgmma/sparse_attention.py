@@ -4,9 +4,7 @@ Grid: one persistent CTA per SM. A task is one KV block of one KV head with a ru
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
 work stay in L2.
 
-Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. Tasks are (row where the block begins, first
-edge, number of edges, valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid
-rows end with the request's keys.
+Edges and tasks are the words that msa_tiles.dsl.words describes.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +14,21 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.hidden import any_unbounded, clean_column
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.warp import ballot
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 5  # <- tile.stages
@@ -150,28 +152,23 @@ class SparseAttention:
         total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         windows, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         def keys():
             shape = (cute.sym_int(), kv_heads, self.head_dim)
             if self.blocks.pages_per_block:
                 shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return tensor(self.element, *shape, align=tma.BYTES)
+            return stand_in(self.element, *shape, align=tma.BYTES)
 
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
             keys(),
             keys(),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, windows, kv_heads, cute.sym_int()),
-            tensor(Int32, windows, kv_heads, cute.sym_int(), 4),
-            tensor(Int32, windows, kv_heads),
-            tensor(Int32, windows),
-            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, window, topk, q_heads),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, windows, kv_heads, cute.sym_int()),
+            stand_in(Int32, windows, kv_heads, cute.sym_int(), 4),
+            stand_in(Int32, windows, kv_heads),
+            stand_in(Int32, windows),
+            stand_in(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, window, topk, q_heads),
             Float32(0.0),
             Int32(0),
             Int32(0),
@@ -268,32 +265,21 @@ class SparseAttention:
         v_boxes = self.blocks.boxes(shared.values)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(v_atom)
-        # Claims only grow, so the head of the last one is where the search for the next one begins.
-        head = Int32(0)
-        passed = Int32(0)
-        count = counts[window_index, 0]
+        claim = first_claim(counts, window_index)
         turn = Int32(0)
         running = Int32(1)
         while running > 0:
             parity = turn & 1
             cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
-            claim = Int32(0)
-            if lane == 0:
-                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
-            claim = cute.arch.shuffle_sync(claim, 0)
-            while (head < heads) & (claim - passed >= count):
-                passed = passed + count
-                head = head + 1
-                count = Int32(0)
-                if head < heads:
-                    count = counts[window_index, head]
+            claim = next_claim(claim, claims, counts, window_index, heads, lambda head: head)
+            head = claim.head
             row = Int32(0)
             landing = shared.v_full
             pages = [Int32(0) for _ in range(self.blocks.pages_per_block)]
             if head < heads:
-                task = tasks[window_index, head, claim - passed, None]
+                task = tasks[window_index, head, claim.place, None]
                 row = task[0]
-                if (task[3] & 1) != 0:
+                if is_cut(task[3]) != 0:
                     landing = shared.v_raw
                 pages = self.blocks.pages(page_table, row)
                 if lane == 0:
@@ -360,14 +346,11 @@ class SparseAttention:
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, queries * self.rows.token_bytes)
                     for r in cutlass.range_constexpr(self.queries):
-                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
+                        token = first_token + query_of(cute.arch.shuffle_sync(current, r))
                         if r < queries:
                             target = boxes[None, None, None, None, None, r, slot]
                             self.rows.load(q_atom, mQ, token, head, target, full)
-                    slot = slot + 1
-                    if slot == first_slot + STAGES:
-                        slot = first_slot
-                        phase = phase ^ 1
+                    slot, phase = following(slot, phase, first_slot + STAGES, first_slot)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(shared.task_gathered)
@@ -385,13 +368,13 @@ class SparseAttention:
             cute.arch.mbarrier_wait(shared.task_full + parity, (turn >> 1) & 1)
             num = shared.tasks[parity, 1]
             extent = shared.tasks[parity, 3]
-            self.release(shared.task_gathered)
+            arrive(shared.task_gathered)
             if num < 0:
                 running = Int32(0)
-            elif (extent & 1) != 0:
+            elif is_cut(extent) != 0:
                 cute.arch.mbarrier_wait(shared.v_raw, phase)
                 phase = phase ^ 1
-                valid = extent >> 1
+                valid = valid_rows_of(extent)
                 if valid < self.block_size:
                     self.blocks.clear_rows(shared.values, valid, lane, WARP)
                     cute.arch.sync_warp()
@@ -405,7 +388,7 @@ class SparseAttention:
                     cute.arch.fence_view_async_shared()
                 if lane == 0:
                     shared.tainted_from[parity] = first
-                self.release(shared.v_full)
+                arrive(shared.v_full)
             turn = turn + 1
 
     def tiles_of(self, num, consumer):
@@ -457,7 +440,7 @@ class SparseAttention:
             cute.arch.mbarrier_wait(shared.k_full, parity)
             num = shared.tasks[parity, 1]
             head = shared.tasks[parity, 2]
-            extent = shared.tasks[parity, 3]
+            cut = is_cut(shared.tasks[parity, 3])
             tiles = self.tiles_of(num, tile.consumer)
             if num < 0:
                 running = Int32(0)
@@ -465,22 +448,15 @@ class SparseAttention:
                 cute.arch.mbarrier_wait(shared.q_full + slot, phase)
                 wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
                 for _ in cutlass.range(tiles - 1, unroll=1):
-                    slot, phase, staged = self.step(False, shared, tile, head, extent & 1, parity, slot, phase, staged)
-                slot, phase, staged = self.step(True, shared, tile, head, extent & 1, parity, slot, phase, staged)
+                    slot, phase, staged = self.step(False, shared, tile, head, cut, parity, slot, phase, staged)
+                slot, phase, staged = self.step(True, shared, tile, head, cut, parity, slot, phase, staged)
             else:
-                self.release(shared.k_free)
+                arrive(shared.k_free)
                 # To skip a phase would take the next one for done.
                 cute.arch.mbarrier_wait(shared.v_full, parity)
-                self.release(shared.v_free)
+                arrive(shared.v_free)
             turn = turn + 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def release(self, free: cute.Pointer):
-        """One arrival for a warp, behind what all its lanes have done."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(free)
 
     @cute.jit
     def step(
@@ -493,21 +469,19 @@ class SparseAttention:
         tokens = self.tokens_of(shared.edges[used, None], tile.member)
         warpgroup.wait_group(0)
         if cutlass.const_expr(last):
-            self.release(shared.k_free)
+            arrive(shared.k_free)
         if cut != 0:
-            rooms = [(token & 127) - tile.lane % 4 * 2 for token in tokens]
+            rooms = [last_column_of(token) - tile.lane % 4 * 2 for token in tokens]
             softmax.block_softmax(tile.S, tile.P, row_max, row_sum, tile.scale_log2, rooms)
         else:
             softmax.block_softmax(tile.S, tile.P, row_max, row_sum, tile.scale_log2, None)
         cute.arch.mbarrier_wait(shared.v_full, parity)
         wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values)
-        slot = used + 1
-        if slot == (tile.consumer + 1) * STAGES:
-            slot = tile.consumer * STAGES
-            phase = phase ^ 1
+        first_slot = tile.consumer * STAGES
+        slot, phase = following(used, phase, first_slot + STAGES, first_slot)
         if cutlass.const_expr(last):
             warpgroup.wait_group(0)
-            self.release(shared.v_free)
+            arrive(shared.v_free)
         else:
             cute.arch.mbarrier_wait(shared.q_full + slot, phase)
             wgmma.multiply(tile.score, tile.S, tile.queries[None, None, None, slot], tile.keys)
@@ -536,7 +510,7 @@ class SparseAttention:
         # The rows staged last have been read once this returns; then their slot is free.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if staged >= 0:
-            self.release(shared.q_free + staged)
+            arrive(shared.q_free + staged)
         cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, slot])
         if cut != 0:
             if shared.tainted_from[parity] < self.block_size:
@@ -549,7 +523,7 @@ class SparseAttention:
             # A lane knows every edge of its warp: they are those of its rows.
             if tokens[r] >= 0:
                 source = tile.boxes[None, None, None, None, None, tile.member * of_warp + r, slot]
-                partial = (tokens[r] >> 13) * topk + ((tokens[r] >> 7) & 63)
+                partial = query_of(tokens[r]) * topk + slot_of(tokens[r])
                 self.rows.store(tile.out_atom, source, tile.partials, partial, head)
         cute.arch.cp_async_bulk_commit_group()
         # Behind the copies, whose fence would wait for it. Lanes 0 and 1 of the four that share two rows write one LSE
@@ -562,7 +536,7 @@ class SparseAttention:
             lse = softmax.log_sum(row_max[1], row_sum[1], tile.scale_log2)
         row = (tile.lane // 4 + half * 8) % self.rows.rows_per_token
         if (half < 2) & (token >= 0) & (row < self.group):
-            tile.partial_lse[token >> 13, (token >> 7) & 63, head * self.group + row] = lse
+            tile.partial_lse[query_of(token), slot_of(token), head * self.group + row] = lse
 
     @cute.jit
     def taint(self, shared: Shared, tile: Tile, slot: Int32, parity: Int32):
@@ -572,6 +546,6 @@ class SparseAttention:
             place = i * WARP + tile.lane
             row = tile.member * WARP_ROWS + place // self.head_dim
             column = place % self.head_dim
-            visible = shared.edges[slot, row // self.rows.rows_per_token] & 127
+            visible = last_column_of(shared.edges[slot, row // self.rows.rows_per_token])
             if shared.tainted[parity, column] <= visible:
                 shared.ring[row, column, slot] = self.element(Float32.nan)

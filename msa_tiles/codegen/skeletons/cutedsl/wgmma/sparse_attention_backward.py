@@ -18,16 +18,20 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import gradients, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.gradients import Panels
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -172,24 +176,19 @@ class SparseAttentionBackward:
         total_q, total_k, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
         windows, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
-            tensor(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
-            tensor(Float32, total_q, q_heads, 2),
-            tensor(Int32, windows, kv_heads, cute.sym_int()),
-            tensor(Int32, windows, kv_heads, cute.sym_int(), 5),
-            tensor(Int32, windows, kv_heads),
-            tensor(Int32, windows),
-            tensor(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
-            tensor(Int32, window, kv_heads, topk),
-            tensor(Float32, 2, kv_heads, cute.sym_int(), self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_k, kv_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, total_q, q_heads, 2),
+            stand_in(Int32, windows, kv_heads, cute.sym_int()),
+            stand_in(Int32, windows, kv_heads, cute.sym_int(), 5),
+            stand_in(Int32, windows, kv_heads),
+            stand_in(Int32, windows),
+            stand_in(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(Int32, window, kv_heads, topk),
+            stand_in(Float32, 2, kv_heads, cute.sym_int(), self.head_dim, align=tma.BYTES),
             Float32(0.0),
             Float32(0.0),
             Int32(0),
@@ -291,28 +290,17 @@ class SparseAttentionBackward:
         v_boxes = self.blocks.boxes(shared.values)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(v_atom)
-        # Claims only grow, so the head of the last one is where the search for the next one begins.
-        head = Int32(0)
-        passed = Int32(0)
-        count = counts[window_index, 0]
+        claim = first_claim(counts, window_index)
         turn = Int32(0)
         running = Int32(1)
         while running > 0:
             parity = turn & 1
             cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
-            claim = Int32(0)
-            if lane == 0:
-                claim = cute.arch.atomic_add(claims.iterator + window_index, Int32(1))
-            claim = cute.arch.shuffle_sync(claim, 0)
-            while (head < heads) & (claim - passed >= count):
-                passed = passed + count
-                head = head + 1
-                count = Int32(0)
-                if head < heads:
-                    count = counts[window_index, head]
+            claim = next_claim(claim, claims, counts, window_index, heads, lambda head: head)
+            head = claim.head
             row = Int32(0)
             if head < heads:
-                task = tasks[window_index, head, claim - passed, None]
+                task = tasks[window_index, head, claim.place, None]
                 row = task[0]
                 if lane == 0:
                     shared.tasks[parity, 0] = task[1]
@@ -371,10 +359,10 @@ class SparseAttentionBackward:
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.queries * self.rows.token_bytes)
                     for r in cutlass.range_constexpr(self.queries):
-                        token = first_token + (cute.arch.shuffle_sync(current, r) >> 13)
+                        token = first_token + query_of(cute.arch.shuffle_sync(current, r))
                         target = boxes[None, None, None, None, None, r, slot]
                         self.rows.load(atom, source, token, head, target, full)
-                    slot, phase = self.following(slot, phase)
+                    slot, phase = following(slot, phase, STAGES)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(shared.task_gathered)
@@ -434,11 +422,11 @@ class SparseAttentionBackward:
                     if lane < self.queries:
                         shared.edges[slot, lane] = current
                         if current >= 0:
-                            marks[current >> 13, head, (current >> 7) & 63] = window_index + 1
+                            marks[query_of(current), head, slot_of(current)] = window_index + 1
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(shared.full + slot)
-                    slot, phase = self.following(slot, phase)
+                    slot, phase = following(slot, phase, STAGES)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(shared.task_gathered)
@@ -461,7 +449,7 @@ class SparseAttentionBackward:
         lse = Float32.inf
         delta = Float32(0.0)
         if (edge >= 0) & (member < self.group):
-            found = rows[first_token + (edge >> 13), head * self.group + member, None]
+            found = rows[first_token + query_of(edge), head * self.group + member, None]
             lse = found[0]
             delta = found[1]
         return lse, delta
@@ -469,15 +457,6 @@ class SparseAttentionBackward:
     def tiles_of(self, num):
         """How many tiles a task of `num` edges has."""
         return (num + self.queries - 1) // self.queries
-
-    @cute.jit
-    def following(self, slot: Int32, phase: Int32):
-        """The slot of the next tile, and its phase."""
-        slot = slot + 1
-        if slot == STAGES:
-            slot = Int32(0)
-            phase = phase ^ 1
-        return slot, phase
 
     @cute.jit
     def consume(
@@ -508,7 +487,7 @@ class SparseAttentionBackward:
                 head = shared.tasks[parity, 2]
                 extent = shared.tasks[parity, 3]
                 first_row = shared.tasks[parity, 4]
-                known = shared.tasks[parity, 5] * (extent >> 1)
+                known = shared.tasks[parity, 5] * valid_rows_of(extent)
                 key_sums, value_sums = (
                     cute.domain_offset((first_row, 0), sums[side, head, None, None]) for side in range(2)
                 )
@@ -516,24 +495,24 @@ class SparseAttentionBackward:
                 gradients.load_sums(value_sums, first_key, known, tile.dV)
                 cute.arch.mbarrier_wait(shared.v_full, parity)
                 cute.arch.mbarrier_wait(shared.k_full, parity)
-                if (extent >> 1) < self.block_size:
+                if valid_rows_of(extent) < self.block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach dQ and dK.
                     # From the first key, which a consumer has at hand: `member` would be one register too many.
                     thread = first_key % KEYS // WARP_ROWS * WARP + lane
-                    self.blocks.clear_rows(shared.keys, extent >> 1, thread, GROUP)
-                    self.blocks.clear_rows(shared.values, extent >> 1, thread, GROUP)
+                    self.blocks.clear_rows(shared.keys, valid_rows_of(extent), thread, GROUP)
+                    self.blocks.clear_rows(shared.values, valid_rows_of(extent), thread, GROUP)
                     cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=GROUP)
                 # Before the first tile there is none that has edges: what is made for its dQ goes nowhere.
                 upper, lower = Int32(MISSING), Int32(MISSING)
                 for _ in cutlass.range(self.tiles_of(num), unroll=1):
                     upper, lower, slot, phase = self.step(
-                        shared, tile, head, extent & 1, first_key, number, slot, phase, upper, lower
+                        shared, tile, head, is_cut(extent), first_key, number, slot, phase, upper, lower
                     )
                     number = number + 1
-                self.release(shared.v_free)
+                arrive(shared.v_free)
                 self.finish(shared, tile, head, number - 1, upper, lower)
-                gradients.store_sums(tile.dK, key_sums, first_key, extent >> 1)
-                gradients.store_sums(tile.dV, value_sums, first_key, extent >> 1)
+                gradients.store_sums(tile.dK, key_sums, first_key, valid_rows_of(extent))
+                gradients.store_sums(tile.dV, value_sums, first_key, valid_rows_of(extent))
             turn = turn + 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -588,13 +567,6 @@ class SparseAttentionBackward:
         )
 
     @cute.jit
-    def release(self, free: cute.Pointer):
-        """One arrival for each consumer warp."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(free)
-
-    @cute.jit
     def step(
         self, shared: Shared, tile: Tile, head: Int32, cut: Int32, first_key: Int32, number: Int32, slot: Int32,
         phase: Int32, upper: Int32, lower: Int32,
@@ -609,7 +581,7 @@ class SparseAttentionBackward:
         cute.autovec_copy(shared.lse[None, tile.lane % 4, None, slot], row_lse)
         warpgroup.wait_group(1)
         if cut != 0:
-            rooms = [(edges[8 * j // self.rows.rows_per_token] & 127) - first_key for j in range(ROWS // 8)]
+            rooms = [last_column_of(edges[8 * j // self.rows.rows_per_token]) - first_key for j in range(ROWS // 8)]
             gradients.probabilities(tile.S, weights, row_lse, tile.scale_log2, rooms)
         else:
             gradients.probabilities(tile.S, weights, row_lse, tile.scale_log2, None)
@@ -625,14 +597,14 @@ class SparseAttentionBackward:
         new_upper, new_lower = self.edges_of(edges, tile.member)
         warpgroup.wait_group(1)
         if cutlass.const_expr(self.parts == 1):
-            self.release(shared.scores_full + buffer)
+            arrive(shared.scores_full + buffer)
             self.emit(shared, tile, head, number - 1, upper, lower)
         else:
             self.emit(shared, tile, head, number - 1, upper, lower)
-            self.release(shared.scores_full + buffer)
+            arrive(shared.scores_full + buffer)
         warpgroup.wait_group(0)
-        self.release(shared.free + slot)
-        slot, phase = self.following(slot, phase)
+        arrive(shared.free + slot)
+        slot, phase = following(slot, phase, STAGES)
         return new_upper, new_lower, slot, phase
 
     @cute.jit
@@ -665,11 +637,11 @@ class SparseAttentionBackward:
         self.spread(shared, tile, number, 0)
         warpgroup.wait_group(0)
         if cutlass.const_expr(self.parts == 1):
-            self.release(shared.k_free)
+            arrive(shared.k_free)
             self.emit(shared, tile, head, number, upper, lower)
         else:
             self.emit(shared, tile, head, number, upper, lower)
-            self.release(shared.k_free)
+            arrive(shared.k_free)
 
     @cute.jit
     def emit(self, shared: Shared, tile: Tile, head: Int32, number: Int32, upper: Int32, lower: Int32):
@@ -699,6 +671,6 @@ class SparseAttentionBackward:
                     source = tile.boxes[
                         None, None, None, None, tile.member * of_warp + r, 2 * self.consumers + tile.consumer
                     ]
-                    slot = (edges[r] >> 13) * tile.topk + ((edges[r] >> 7) & 63)
+                    slot = query_of(edges[r]) * tile.topk + slot_of(edges[r])
                     self.partials.store_panel(tile.atom, source, tile.partials, slot, head, panel)
             cute.arch.cp_async_bulk_commit_group()

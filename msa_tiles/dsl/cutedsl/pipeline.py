@@ -1,0 +1,22 @@
+"""What roles do with rings of stages and the barriers between them."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def following(place: Int32, phase: Int32, end, begin=0):
+    """The place behind one in the ring `begin` .. `end` - 1, and its phase."""
+    place = place + 1
+    if place == end:
+        place = Int32(begin)
+        phase = phase ^ 1
+    return place, phase
+
+
+@cute.jit
+def arrive(barrier: cute.Pointer):
+    """One arrival for a warp, behind what all its lanes have done."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(barrier)
