@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from warpgroups import POISON, Blocks, Boxes, Chip, Fragment, Memory, Multiplications, Operand, Pair, Pairs, Writing
-from warps import Array, Deadlock, Pointer, load
+from warps import Array, Deadlock, Pointer, load, motions
 
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
@@ -160,7 +160,7 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
         "ELEMENTS": {"bfloat16": None},
         "ROWS": TILE,
     }
-    module = load(KERNEL, source=source, **names)
+    module = load(KERNEL, source=source, **names, **motions(**names))
     module.update(GROUP=WARPS * LANES, WARP=LANES, WARP_ROWS=WARP_ROWS, KEYS=TILE)
     return module
 
@@ -330,7 +330,7 @@ FAULTS = {
         "pass",
     ),
     "dS is overwritten while it is read": (
-        "warpgroup.wait_group(1)\n        if cutlass.const_expr(self.parts == 1):\n            self.release",
+        "warpgroup.wait_group(1)\n        if cutlass.const_expr(self.parts == 1):\n            arrive",
         "arrive(shared.scores_full + buffer)\n        if cutlass.const_expr(self.parts == 1):\n            id",
     ),
     "products are read before they are made": (
@@ -338,7 +338,7 @@ FAULTS = {
         "wait_group(2)\n        gradients.score_gradients",
     ),
     "staged rows are overwritten while they leave": ("cute.arch.cp_async_bulk_wait_group(0, read=True)", "pass"),
-    "rows past the end are multiplied": ("if (extent >> 1) < self.block_size:", "if extent < 0:"),
+    "rows past the end are multiplied": ("if valid_rows_of(extent) < self.block_size:", "if extent < 0:"),
 }
 
 

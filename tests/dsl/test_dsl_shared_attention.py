@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import warpgroups
 from warpgroups import POISON, Boxes, Chip, Fragment, Memory, Multiplications, Pair, Pairs, Writing
-from warps import Array, Deadlock, Pointer, load
+from warps import Array, Deadlock, Pointer, load, motions
 
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
@@ -322,7 +322,7 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         "Blocks": lambda _element, _head_dim, block_size, pages: Blocks(chip, block_size, pages),
         "ROWS": TILE,
     }
-    module = load(KERNEL, source=source, **names)
+    module = load(KERNEL, source=source, **names, **motions(**names))
     # Two rows of an accumulator a lane, and AHEAD so small that a query's slots take several rounds.
     module.update(GROUP=WARPS * LANES, WARPS=WARPS, AHEAD=1)
     return module
@@ -600,8 +600,8 @@ FAULTS = {
         "cute.arch.cp_async_bulk_wait_group(0, read=True)\n            if staged", "if staged"
     ),
     "the last rows have not left when the block ends": Fault(
-        "                running = back > 0\n        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
-        "                running = back > 0\n",
+        "wait_group(0)\n        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+        "wait_group(0)\n",
         spoilt=True,
     ),
     "the stage where rows are staged is given back at once": Fault(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from warps import Arch, Array, Deadlock, Machine, Pointer, load
+from warps import Arch, Array, Deadlock, Machine, Pointer, load, motions
 
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
@@ -253,7 +253,7 @@ def device_code(chip: Chip, source: str | None = None) -> dict[str, Any]:
         "COLUMNS": PIECE,
         "ROWS": ROWS,
     }
-    module = load(KERNEL, source=source, **names)
+    module = load(KERNEL, source=source, **names, **motions(**names))
     module.update(GROUP=4 * LANES, WARP=LANES)
     return module
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from msa_tiles.dsl import words
+from msa_tiles.sources import PACKAGE
+
 CHANGES = 0.02  # how often what was chosen gets another priority
 
 
@@ -315,3 +318,12 @@ def load(path: Path, source: str | None = None, **names: Any) -> dict[str, Any]:
     # This module's own `annotations` feature holds for what it compiles: annotations name types that are not there.
     exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), namespace)
     return namespace
+
+
+def motions(**names: Any) -> dict[str, Any]:
+    """What kernels do alike, over the same stand-ins: rings, arrivals, claims, and the words between kernels."""
+    found: dict[str, Any] = {}
+    for helper, wanted in (("pipeline", ("arrive", "following")), ("claims", ("first_claim", "next_claim"))):
+        module = load(PACKAGE / "dsl/cutedsl" / f"{helper}.py", **names)
+        found |= {name: module[name] for name in wanted}
+    return found | {name: value for name, value in vars(words).items() if not name.startswith("_")}

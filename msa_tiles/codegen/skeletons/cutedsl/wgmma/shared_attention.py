@@ -512,11 +512,12 @@ class SharedAttention:
             turn = turn + 1
             running = self.takes(work, turn - back)
             if (not running) & (back == 0):
-                # The same rows may be on their way once more.
-                cute.arch.cp_async_bulk_wait_group(0)
                 arrive(shared.done)
                 back = self.repeated(shared, turn)
                 running = back > 0
+                if running:
+                    # The same rows are to be written again.
+                    cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
