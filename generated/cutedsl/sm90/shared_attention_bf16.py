@@ -635,6 +635,7 @@ class SharedAttention:
 
     @cute.jit
     def fold_logs(self, tile: Tile, logs: cute.Tensor):
+        """Row maxima grow to the largest of these LSE, [AHEAD, half], natural logarithm."""
         for step in cutlass.range_constexpr(AHEAD):
             for half in cutlass.range_constexpr(2):
                 tile.row_max[half] = cute.arch.fmax(tile.row_max[half], logs[step, half])

@@ -43,8 +43,8 @@ BLOCKS, which the parts of a window take in turn.
 
 Warps: all WARPS warps alike. Warp i owns a contiguous run of the window's queries and takes them in order, with one
 slot a lane; where a row fits half a warp, two queries a step, which take turns at the counters. The ids of a row are
-distinct, so a turn never has two lanes on one counter and needs no atomics. (Should a caller repeat an id in a row, its
-copies collapse into one edge.)
+distinct, so a turn never has two lanes on one counter and needs no atomics. (A row that repeats an id breaks the
+contract: copies within a step of 32 slots become one edge, of whichever lane stores last, others edges of their own.)
 
 Passes over the ids, for every range of BLOCKS block numbers that the window can touch (one range up to
 BLOCKS * block_size keys): count per warp and block; prefix over the warps and over the blocks, which gives each block
