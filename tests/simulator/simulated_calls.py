@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.call.scales import Indexer, kernel_scales
+from msa_tiles.call.scales import Indexer, applied_scales, kernel_scales
 from msa_tiles.call.where import Where
 from msa_tiles.launch import places
 from msa_tiles.quant import FP8
@@ -143,21 +143,63 @@ def kernel(op: str, precision: str = "bf16", target: str = "sm90", **variant: in
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
-def index_score(
-    call: Call, *, head_dim: int, block_size: int, heads: int = 2, causal: bool = True, width: int | None = None
-) -> None:
-    idx_q = call.tensor(call.total_q, heads, head_dim)
-    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
-    blocks = -(-call.lengths.longest_k // block_size) if width is None else width
+def scored(
+    call: Call,
+    op: str,
+    blocks: int,
+    further: tuple[int, ...],
+    *,
+    head_dim: int,
+    block_size: int,
+    heads: int,
+    causal: bool,
+    precision: str,
+    key_scales: int,
+    zeros: bool = False,
+) -> tuple[Buffer, Tensor]:
+    """What a kernel writes for all blocks, and what the reference does; with `zeros` some of the scales are 0."""
+    dtype = FP8 if precision == "q8k8" else torch.bfloat16
+    idx_q = call.tensor(call.total_q, heads, head_dim, dtype=dtype)
+    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim, dtype=dtype))
     out = call.output((heads, call.total_q, blocks), torch.float32)
     variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
-    scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal))
-    call.run("index_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
+    scales: dict[str, Tensor] = {}
+    if dtype == FP8:
+        variant["key_scales"] = key_scales
+        sizes = {"num_index_heads": heads, "total_q": call.total_q, "total_k": call.total_k}
+        scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
+    for scale in scales.values() if zeros else ():
+        scale[::3] = 0.0
+    given = applied_scales(Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale")), at.cu_seqlens_q)
+    tensors = (idx_q, *given.of_queries, idx_k, *given.of_keys, at.page_table, *at[:3], at.q_positions, out.view)
+    scalars = (at.use_seqused, at.use_positions if causal else 0, *given.flags, int(causal), *further)
+    call.run(op, variant, *tensors, *scalars, precision=precision)
     out.check_gaps("out")
     wanted = reference.index_score(
-        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
+        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where, **scales
     )
+    return out, wanted
+
+
+def index_score(
+    call: Call,
+    *,
+    block_size: int,
+    heads: int = 2,
+    causal: bool = True,
+    width: int | None = None,
+    precision: str = "bf16",
+    key_scales: int = 0,
+    **options: Any,
+) -> None:
+    blocks = -(-call.lengths.longest_k // block_size) if width is None else width
+    options |= {"block_size": block_size, "heads": heads, "causal": causal}
+    out, wanted = scored(call, "index_score", blocks, (), precision=precision, key_scales=key_scales, **options)
     compare.numbers("out", out.view, wanted, 1e-4)
+
+
+def index_score_q8k8(call: Call, **arguments: Any) -> None:
+    index_score(call, precision="q8k8", **arguments)
 
 
 def topk_select(call: Call, *, topk: int, lanes_log2: int = 0, **options: int) -> None:
@@ -405,16 +447,19 @@ def sparse_attention(
 
 
 def decode_score(
-    call: Call, *, head_dim: int, block_size: int, heads: int = 2, causal: bool = True, ctas: int = 3
+    call: Call,
+    *,
+    block_size: int,
+    heads: int = 2,
+    causal: bool = True,
+    ctas: int = 3,
+    precision: str = "bf16",
+    key_scales: int = 0,
+    **options: Any,
 ) -> None:
-    idx_q = call.tensor(call.total_q, heads, head_dim)
-    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim))
     blocks = max(-(-call.lengths.longest_k // block_size), 1)
-    out = call.output((heads, call.total_q, blocks), torch.float32)
-    variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
-    scalars = (at.use_seqused, at.use_positions if causal else 0, int(causal), ctas)
-    call.run("decode_score", variant, idx_q, idx_k, at.page_table, *at[:3], at.q_positions, out.view, *scalars)
-    out.check_gaps("out")
+    options |= {"block_size": block_size, "heads": heads, "causal": causal}
+    out, wanted = scored(call, "decode_score", blocks, (ctas,), precision=precision, key_scales=key_scales, **options)
     # What lies behind a request's keys, and the rows of no request, are still poisoned; everything else is written.
     lengths = call.lengths
     keys = lengths.cu_seqlens_k.diff() if lengths.seqused_k is None else lengths.seqused_k
@@ -423,10 +468,11 @@ def decode_score(
     behind = (torch.arange(blocks) >= held[:, None]).expand(out.view.shape)
     assert bool(out.view[behind].isnan().all())
     out.view.masked_fill_(behind, -math.inf)
-    wanted = reference.index_score(
-        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where
-    )
     compare.numbers("out", out.view, wanted, 1e-4)
+
+
+def decode_score_q8k8(call: Call, **arguments: Any) -> None:
+    decode_score(call, precision="q8k8", **arguments)
 
 
 def sparse_decode(

@@ -289,6 +289,52 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
     },
+    "index_score_q8k8": {
+        "mixed": ({"sequences": MIXED, "seed": 1}, {"head_dim": 64, "block_size": 64, "key_scales": 1}),
+        "strided, used": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "heads": 3, "key_scales": 0},
+        ),
+        "scales of 0": (
+            {"sequences": [(66, 1111)], "seed": 3, "pages_per_block": 2, "positions": True, "strided": True},
+            {"head_dim": 64, "block_size": 128, "key_scales": 1, "zeros": True},
+        ),
+        "many blocks": (
+            {"sequences": [(3, 2200), (66, 2113)], "seed": 4, "pages_per_block": 1},
+            {"head_dim": 128, "block_size": 64, "key_scales": 1},
+        ),
+        "one scale for all keys": (
+            {"sequences": MIXED, "seed": 5, "pages_per_block": 4, "late": False},
+            {"head_dim": 128, "block_size": 128, "key_scales": 0, "causal": False},
+        ),
+        "small pages, used": (
+            {"sequences": MIXED, "seed": 6, "shortened": True, "rows_behind": 9, "pages_per_block": 8},
+            {"head_dim": 64, "block_size": 64, "key_scales": 1, "width": 3},
+        ),
+    },
+    "decode_score_q8k8": {
+        "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64, "key_scales": 1}),
+        "strided, used": (
+            {"sequences": DECODED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+            {"head_dim": 128, "block_size": 128, "heads": 3, "ctas": 4, "key_scales": 0},
+        ),
+        "scales of 0": (
+            {"sequences": DECODED, "seed": 3, "pages_per_block": 1, "strided": True},
+            {"head_dim": 64, "block_size": 128, "ctas": 2, "key_scales": 1, "zeros": True},
+        ),
+        "several tiles, long": (
+            {"sequences": [(40, 1300), (33, 90)], "seed": 4, "pages_per_block": 2, "positions": True},
+            {"head_dim": 128, "block_size": 64, "heads": 4, "ctas": 2, "key_scales": 1},
+        ),
+        "one scale for all keys": (
+            {"sequences": DECODED, "seed": 5, "pages_per_block": 4, "late": False},
+            {"head_dim": 128, "block_size": 128, "ctas": 1, "key_scales": 0, "causal": False},
+        ),
+        "small pages": (
+            {"sequences": DECODED, "seed": 6, "pages_per_block": 8},
+            {"head_dim": 64, "block_size": 64, "ctas": 7, "key_scales": 1},
+        ),
+    },
     "select_blocks_q8k8": {
         "mixed": (
             {"sequences": MIXED, "seed": 1, "values": "integer"},

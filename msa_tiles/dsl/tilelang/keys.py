@@ -9,6 +9,14 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.layout import described, strides
 
+BOX_BYTES = 128  # of a row, at most: what a swizzle reaches
+BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}  # of an element
+
+
+def box_columns(head_dim, element):
+    """Columns of a row that one box takes."""
+    return min(head_dim, BOX_BYTES // BYTES[element])
+
 
 def index_keys(head_dim, block_size, pages_per_block):
     """Shape and strides of index keys: [total_k, dim], or [pages, page, dim] with pages_per_block > 0."""
@@ -29,10 +37,10 @@ def block_keys(heads, head_dim, block_size, pages_per_block, name):
 
 
 @T.macro
-def load_index_block(keys, page_table, row, shared, full, stage, block_size, head_dim, pages_per_block):
+def load_index_block(keys, page_table, row, shared, full, stage, block_size, head_dim, pages_per_block, columns):
     """keys [total_k, dim], or [pages, page, dim] with pages_per_block > 0 -> shared[stage] [block_size, dim].
 
-    Signals full[stage].
+    Pages come in boxes of so many columns. Signals full[stage].
     """
     if pages_per_block == 0:
         T.tma_copy(described(keys)[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
@@ -41,9 +49,9 @@ def load_index_block(keys, page_table, row, shared, full, stage, block_size, hea
         span = page_table.shape[1] * block_size
         for p in T.unroll(pages_per_block):
             page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
-            for half in T.unroll(head_dim // 64):
+            for box in T.unroll(head_dim // columns):
                 T.tma_copy(
-                    described(keys)[page, 0:page_size, half * 64 : half * 64 + 64],
-                    shared[stage, p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
+                    described(keys)[page, 0:page_size, box * columns : box * columns + columns],
+                    shared[stage, p * page_size : (p + 1) * page_size, box * columns : box * columns + columns],
                     barrier=full[stage],
                 )

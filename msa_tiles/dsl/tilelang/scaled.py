@@ -6,41 +6,20 @@ query a row; queries' are positive, so that a row is multiplied once, after its 
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang import keys, scores
-from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang import scores
+from msa_tiles.dsl.tilelang.layout import strides
 
 
-def index_keys(head_dim, block_size, pages_per_block, key_scales):
-    """Shape and strides of index keys as in msa_tiles.dsl.tilelang.keys, then those of their scales, without dim.
+def scale_layout(block_size, pages_per_block, key_scales):
+    """Shape and strides of the scales of index keys, which have the keys' rows.
 
-    Without key_scales the scales are some vector that nobody reads.
+    Without key_scales they are a vector, whose first element all keys may share.
     """
-    key_layout = keys.index_keys(head_dim, block_size, pages_per_block)
     rows, pages = T.dynamic("num_scale_rows, num_scale_pages")
     page_stride, row_stride = strides("scale_page, scale_row")
     if pages_per_block == 0 or not key_scales:
-        return *key_layout, (rows,), (row_stride,)
-    return *key_layout, (pages, block_size // pages_per_block), (page_stride, row_stride)
-
-
-@T.macro
-def load_index_block(idx_k, page_table, row, shared, full, stage, block_size, pages_per_block):
-    """idx_k [total_k, dim], or [pages, page, dim] with pages_per_block > 0 -> shared[stage] [block_size, dim].
-
-    A row is one box of at most 128 bytes. Signals full[stage].
-    """
-    if pages_per_block == 0:
-        T.tma_copy(described(idx_k)[row : row + block_size, :], shared[stage, :, :], barrier=full[stage])
-    else:
-        page_size = block_size // pages_per_block
-        span = page_table.shape[1] * block_size
-        for p in T.unroll(pages_per_block):
-            page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
-            T.tma_copy(
-                described(idx_k)[page, 0:page_size, :],
-                shared[stage, p * page_size : (p + 1) * page_size, :],
-                barrier=full[stage],
-            )
+        return (rows,), (row_stride,)
+    return (pages, block_size // pages_per_block), (page_stride, row_stride)
 
 
 @T.macro
@@ -56,6 +35,20 @@ def read_key_scale(scales, page_table, row, place, block_size, pages_per_block, 
 
 
 @T.macro
+def scale_keys(S, key_scale, slot, rows, block_size):
+    """Multiply column j of a score tile by key_scale[slot, j]."""
+    for i, j in T.Parallel(rows, block_size):
+        S[i, j] = S[i, j] * key_scale[slot, j]
+
+
+@T.macro
+def scale_rows(row_max, row_factor, rows):
+    """Multiply the maximum of row i by row_factor[i], which is 0 or more; the maximum of nothing stays -inf."""
+    for i in T.Parallel(rows):
+        row_max[i] = T.if_then_else(row_max[i] == -T.infinity("float32"), row_max[i], row_max[i] * row_factor[i])
+
+
+@T.macro
 def block_max(
     S, row_max, head_max, row_limit, rows, block_size, block, full_blocks,
     query_scale, w, head, heads_per_group, key_scale, slot, key_scales,
@@ -66,8 +59,7 @@ def block_max(
     is multiplied by query_scale[w, head, i]: it ranks the heads of the group among each other, and nothing else.
     """
     if key_scales:
-        for i, j in T.Parallel(rows, block_size):
-            S[i, j] = S[i, j] * key_scale[slot, j]
+        scale_keys(S, key_scale, slot, rows, block_size)
     if heads_per_group == 1:
         scores.block_max(S, row_max, row_limit, rows, block_size, block, full_blocks)
     else:

@@ -23,7 +23,7 @@ merged. With several index heads per KV head the maximum also runs over the head
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import topk as top
-from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
@@ -207,7 +207,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
-                                block_size, head_dim, pages_per_block,
+                                block_size, head_dim, pages_per_block, box_columns(head_dim, ELEMENT),
                             )  # fmt: skip
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 192:

@@ -17,7 +17,8 @@ work on 64 rows however few of them hold a query.
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
@@ -31,9 +32,15 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,
 }
 ROWS = 64
+SLOTS = 2 * STAGES  # % if precision.scale
 
 
-def decode_score(head_dim: int, block_size: int, pages_per_block: int):
+def decode_score(
+    head_dim: int,
+    block_size: int,
+    pages_per_block: int,
+    key_scales: int,  # % if precision.scale
+):
     """Build the kernel for one index dim, block size and page size.
 
     idx_q [total_q, num_index_heads, head_dim] with at most ROWS heads, idx_k [total_k, head_dim], or
@@ -41,13 +48,22 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
     total_q, max_blocks] float32 with any strides on heads and tokens. Written are the blocks that hold keys of the
     query's request: the largest product of the block's visible keys, -inf for a block without one. The columns behind
     them, and the rows of no request, are left as they are.
+    # % if precision.scale
+    Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
+    [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
     """
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
     num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
     table_stride = strides("table_stride")
+    # % if precision.scale
+    query_scale_shape, query_scale_strides = (total_q, num_index_heads), strides("scale_token, scale_head")
+    scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
+    # % endif
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+    columns = box_columns(head_dim, ELEMENT)
 
     @T.macro
     def measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, tile_queries, length, tiles, blocks):
@@ -74,7 +90,9 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
     @T.prim_func
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        q_scale: T.StridedTensor(query_scale_shape, query_scale_strides, "float32"),  # % if precision.scale
         idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if precision.scale
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_key_starts,), "int32"),
@@ -83,12 +101,18 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
         out: T.StridedTensor((num_index_heads, total_q, max_blocks), (out_head, out_token, 1), "float32"),
         use_seqused: T.int32,
         use_positions: T.int32,
+        use_q_scale: T.int32,  # % if precision.scale
+        use_k_scale: T.int32,  # % if precision.scale
         causal: T.int32,
         num_ctas: T.int32,
     ):
         with T.Kernel(num_ctas, threads=256) as cta:
             Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            # % if precision.scale
+            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
+            scale_read = T.alloc_local([1], "float32")
+            # % endif
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
             length = T.alloc_local([1], "int32")
@@ -139,11 +163,23 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
                     else:
                         key_row = cu_seqlens_k[request[0]]
                     for i in T.serial(taken):
+                        # % if precision.scale
+                        # Before the wait, so that the scale is there when the stage is free.
+                        if key_scales:
+                            scaled.read_key_scale(
+                                k_scale, page_table, key_row + (first_block + i) * block_size, tx % 128, block_size,
+                                pages_per_block, scale_read,
+                            )  # fmt: skip
+                        # % endif
                         T.barrier_wait(k_free[stage], phase ^ 1)
                         load_index_block(
                             idx_k, page_table, key_row + (first_block + i) * block_size, K_shared, k_full, stage,
-                            block_size, head_dim, pages_per_block,
+                            block_size, head_dim, pages_per_block, columns,
                         )  # fmt: skip
+                        # % if precision.scale
+                        if key_scales:
+                            key_scale[phase * STAGES + stage, tx % 128] = scale_read[0]
+                        # % endif
                         T.barrier_arrive(k_full[stage])
                         stage = stage + 1
                         if stage == STAGES:
@@ -161,6 +197,10 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
                 row_limit = T.alloc_fragment([ROWS], "int32")
                 row_head = T.alloc_fragment([ROWS], "int32")
                 row_token = T.alloc_fragment([ROWS], "int32")
+                # % if precision.scale
+                row_factor = T.alloc_fragment([ROWS], "float32")
+                slot = T.alloc_var("int32")
+                # % endif
                 rows = T.alloc_var("int32")
                 got = T.alloc_local([BATCH], ELEMENT)
                 # Zeros for rows that never hold a query: products with them cost the least power, and so the memory's
@@ -196,17 +236,33 @@ def decode_score(head_dim: int, block_size: int, pages_per_block: int):
                             length[0] - 1,
                             last_visible(q_positions, use_positions, row_token[i], end_token, length[0], length[0]),
                         )
+                    # % if precision.scale
+                    for i in T.Parallel(ROWS):
+                        row_factor[i] = T.if_then_else(
+                            use_q_scale != 0, q_scale[row_token[i], row_head[i]], T.float32(1)
+                        )
+                    if not key_scales:
+                        if use_k_scale != 0:
+                            for i in T.Parallel(ROWS):
+                                row_factor[i] = row_factor[i] * k_scale[0]
+                    # % endif
                     for i in T.serial(taken):
                         T.barrier_wait(k_full[stage], phase)
                         T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
                         T.wait_wgmma(0)
                         T.barrier_arrive(k_free[stage])
+                        slot = phase * STAGES + stage  # % if precision.scale
                         stage = stage + 1
                         if stage == STAGES:
                             stage = 0
                             phase = phase ^ 1
                         T.fill(row_max, -T.infinity("float32"))
+                        # % if precision.scale
+                        if key_scales:
+                            scaled.scale_keys(S, key_scale, slot, ROWS, block_size)
+                        # % endif
                         block_max(S, row_max, row_limit, ROWS, block_size, first_block + i, 0)
+                        scaled.scale_rows(row_max, row_factor, ROWS)  # % if precision.scale
                         for r in T.Parallel(ROWS):
                             if r < rows:
                                 out[row_head[r], row_token[r], first_block + i] = row_max[r]

@@ -18,7 +18,8 @@ The consumer has two score tiles: one is multiplied while the other is reduced. 
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block
+from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
@@ -36,22 +37,37 @@ PASS_CONFIGS = {
 ROWS = 64
 TILE = CONSUMERS * ROWS
 GATHER = 32
+SLOTS = 2 * STAGES  # % if precision.scale
 
 
-def index_score(head_dim: int, block_size: int, pages_per_block: int):
+def index_score(
+    head_dim: int,
+    block_size: int,
+    pages_per_block: int,
+    key_scales: int,  # % if precision.scale
+):
     """Build the kernel for one index dim and block size.
 
     idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads, total_q,
     max_blocks] float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf
     for a block without one.
+    # % if precision.scale
+    Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
+    [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
     """
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
     num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
     table_stride = strides("table_stride")
+    # % if precision.scale
+    query_scale_shape, query_scale_strides = (total_q, num_index_heads), strides("scale_token, scale_head")
+    scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
+    # % endif
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+    columns = box_columns(head_dim, ELEMENT)
 
     @T.macro
     def store_rows(w, warp_row, lane, gathered, first_block, last_block, head, first_token, end_token, out):
@@ -67,6 +83,7 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
     def consume(
         w, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free,
         head, first_token, end_token, first_limit, length, num_blocks, q_positions, use_positions, out,
+        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if precision.scale
     ):  # fmt: skip
         S_even = T.alloc_fragment([ROWS, block_size], "float32")
         S_odd = T.alloc_fragment([ROWS, block_size], "float32")
@@ -90,6 +107,17 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
             least, most,
         )  # fmt: skip
         full_blocks = T.max(least[0] + 1, 0) // block_size
+        # % if precision.scale
+        row_factor = T.alloc_fragment([ROWS], "float32")
+        for i in T.Parallel(ROWS):
+            row_factor[i] = T.if_then_else(
+                use_q_scale != 0, q_scale[T.min(first_token + i, end_token - 1), head], T.float32(1)
+            )
+        if not key_scales:
+            if use_k_scale != 0:
+                for i in T.Parallel(ROWS):
+                    row_factor[i] = row_factor[i] * k_scale[0]
+        # % endif
         scored = T.min(num_blocks, max_blocks)
         stage = 0
         phase = 0
@@ -112,6 +140,10 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
             T.barrier_arrive(k_free[even])
             # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
+            # % if precision.scale
+            if key_scales:
+                scaled.scale_keys(S_even, key_scale, (pair * 2) % SLOTS, ROWS, block_size)
+            # % endif
             block_max(S_even, max_even, row_limit, ROWS, block_size, pair * 2, full_blocks)
             stage = stage + 1
             if stage == STAGES:
@@ -123,7 +155,15 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
             if pair * 2 + 1 < num_blocks:
                 T.barrier_arrive(k_free[odd])
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
+            # % if precision.scale
+            if key_scales and pair * 2 + 1 < num_blocks:
+                scaled.scale_keys(S_odd, key_scale, (pair * 2 + 1) % SLOTS, ROWS, block_size)
+            # % endif
             block_max(S_odd, max_odd, row_limit, ROWS, block_size, pair * 2 + 1, full_blocks)
+            # % if precision.scale
+            scaled.scale_rows(max_even, row_factor, ROWS)
+            scaled.scale_rows(max_odd, row_factor, ROWS)
+            # % endif
             for i in T.Parallel(ROWS):
                 gathered[w, i, (pair * 2) % GATHER] = max_even[i]
             for i in T.Parallel(ROWS):
@@ -146,7 +186,9 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
     @T.prim_func
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
+        q_scale: T.StridedTensor(query_scale_shape, query_scale_strides, "float32"),  # % if precision.scale
         idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if precision.scale
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
@@ -155,12 +197,18 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
         out: T.StridedTensor((num_index_heads, total_q, max_blocks), (out_head, out_token, 1), "float32"),
         use_seqused: T.int32,
         use_positions: T.int32,
+        use_q_scale: T.int32,  # % if precision.scale
+        use_k_scale: T.int32,  # % if precision.scale
         causal: T.int32,
     ):
         with T.Kernel(num_index_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
             Q_shared = T.alloc_shared([CONSUMERS, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             gathered = T.alloc_shared([CONSUMERS, ROWS, GATHER + 1], "float32", scope="shared.dyn")
+            # % if precision.scale
+            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
+            scale_read = T.alloc_local([1], "float32")
+            # % endif
             q_full = T.alloc_barrier(arrive_count=128)
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
@@ -201,23 +249,37 @@ def index_score(head_dim: int, block_size: int, pages_per_block: int):
                             )
                         T.barrier_arrive(q_full)
                         for block in T.serial(num_blocks):
+                            # % if precision.scale
+                            # Before the wait, so that the scale is there when the stage is free.
+                            if key_scales:
+                                scaled.read_key_scale(
+                                    k_scale, page_table, key_row + block * block_size, tx % 128, block_size,
+                                    pages_per_block, scale_read,
+                                )  # fmt: skip
+                            # % endif
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
-                                block_size, head_dim, pages_per_block,
+                                block_size, head_dim, pages_per_block, columns,
                             )  # fmt: skip
+                            # % if precision.scale
+                            if key_scales:
+                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
+                            # % endif
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         0, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token, end_token,
                         first_limit, length, num_blocks, q_positions, use_positions, out,
+                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if precision.scale
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         1, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token + ROWS,
                         end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, out,
+                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if precision.scale
                     )  # fmt: skip
 
     return main

@@ -45,7 +45,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang import topk as top
-from msa_tiles.dsl.tilelang.keys import index_keys, load_index_block  # % if not precision.scale
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max  # % if not precision.scale
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
@@ -97,12 +97,9 @@ def select_blocks(
     table_stride = strides("table_stride")
     # % if precision.scale
     scale_token, scale_head = strides("scale_token, scale_head")
-    key_shape, key_strides, scale_shape, scale_strides = scaled.index_keys(
-        head_dim, block_size, pages_per_block, key_scales
-    )
-    # % else
-    key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+    scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
     # % endif
+    key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
     # % if precision.scale
     @T.macro
@@ -526,18 +523,13 @@ def select_blocks(
                                 )  # fmt: skip
                             # % endif
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
-                            # % if precision.scale
-                            scaled.load_index_block(
-                                idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
-                                block_size, pages_per_block,
-                            )  # fmt: skip
-                            if key_scales:
-                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
-                            # % else
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
-                                block_size, head_dim, pages_per_block,
+                                block_size, head_dim, pages_per_block, box_columns(head_dim, ELEMENT),
                             )  # fmt: skip
+                            # % if precision.scale
+                            if key_scales:
+                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
                             # % endif
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
