@@ -1,21 +1,151 @@
-"""Checks of the tensors that attention takes."""
+"""Calls of attention over selected blocks, forward and backward."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
+from msa_tiles.call import backends, contents, formats, scales, validate
+from msa_tiles.call.schedule import Schedule, WindowSchedule, of_call
 from msa_tiles.call.where import Where, page_size
+from msa_tiles.call.workspace import workspace_or_bytes
+from msa_tiles.quant import FP8, QuantizedTensor
 
 
-def attention_tensors(q: Tensor, k: Tensor, v: Tensor, where: Where, block_size: int) -> None:
-    """Check q, k and v, their head ratio and the page size."""
-    _, num_q_heads, head_dim = validate.floating("q", q, "[T, Hq, D]").shape
+class Attention(NamedTuple):
+    """What attention reads: q [T, Hq, D]; k, v [Tk, Hkv, D] or [pages, Hkv, page, D]; ids int32 [Hkv, T, k].
+
+    The scales are those of quantised tensors.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_indices: Tensor
+    where: Where
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    schedule: WindowSchedule | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but the schedule."""
+        return (
+            self.q, self.k, self.v, self.block_indices, *self.where.tensors(), self.q_scale, self.k_scale, self.v_scale
+        )  # fmt: skip
+
+
+class AttentionCall(NamedTuple):
+    """A validated call of attention. ``deterministic`` is about its gradients."""
+
+    operands: Attention
+    block_size: int
+    softmax_scale: float
+    workspace_bytes: int
+    deterministic: bool
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.operands.q.device
+
+
+class Gradients(NamedTuple):
+    """A validated call of the backward, on flat keys."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    block_indices: Tensor
+    dlse: Tensor | None
+    where: Where
+    schedule: WindowSchedule | None
+    block_size: int
+    softmax_scale: float
+    workspace_bytes: int
+    deterministic: bool
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+
+class CombineCall(NamedTuple):
+    """A validated call of combine."""
+
+    partial_out: Tensor
+    partial_lse: Tensor
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.partial_out.device
+
+
+def operands_of(
+    q: Any, k: Any, v: Any, block_indices: Tensor, where: Where, q_scale: Any, k_scale: Any, v_scale: Any
+) -> Attention:
+    """The operands of a call that is not checked yet, quantised tensors taken apart."""
+    if QuantizedTensor in (type(q), type(k), type(v)):
+        q, q_scale = scales.unpacked("q", q, q_scale, "q_scale")
+        k, k_scale = scales.unpacked("k", k, k_scale, "k_scale")
+        v, v_scale = scales.unpacked("v", v, v_scale, "v_scale")
+    return Attention(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
+
+
+def validated(
+    operands: Attention,
+    *,
+    check: bool,
+    block_size: int,
+    softmax_scale: float | None,
+    schedule: Schedule | None,
+    workspace: int | Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[AttentionCall, Tensor | None]:
+    """Check everything; the call, and the caller's scratch tensor, if any."""
+    q, k, v, block_indices, where, q_scale, k_scale, v_scale, _ = operands
+    check_tensors(q, k, v, where, block_size, quantised=True)
+    check_scales(q, k, v, where, q_scale, k_scale, v_scale)
+    total_q, _, head_dim = q.shape
+    validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
+    backends.check(backend, q.device)
+    where.validate(total_q, q, "q", k)
+    if check:
+        contents.check_where(where, total_q, k)
+        contents.check_offsets(where, block_size, backend, q.device)
+        contents.check_block_indices(block_indices, where, block_size, k)
+        contents.check_scales(where, q, k, {"q_scale": q_scale}, {"k_scale": k_scale, "v_scale": v_scale})
+    made = of_call(schedule, block_indices, block_size, where, k.shape[0])
+    scratch, scratch_bytes = workspace_or_bytes(workspace, q, "q")
+    scale = validate.softmax_scale(softmax_scale, head_dim)
+    call = AttentionCall(
+        operands._replace(schedule=made), block_size, scale, scratch_bytes, deterministic, backend
+    )  # fmt: skip
+    return call, scratch
+
+
+def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quantised: bool = False) -> None:
+    """Check q, k and v, their head ratio and the page size. Where they may be quantised, v is stored as k is."""
+    further = (FP8,) if quantised else ()
+    _, num_q_heads, head_dim = validate.floating("q", q, "[T, Hq, D]", further=further).shape
     if head_dim == 0:
         validate.refuse("q", "head dim 0", "at least 1")
     keys_dims = "[Tk, Hkv, D]" if where.page_table is None else "[pages, Hkv, page, D]"
+    decoded = quantised and isinstance(k, Tensor) and formats.is_quantised(k)
     for name, value in (("k", k), ("v", v)):
-        validate.floating(name, value, keys_dims, q, "q")
+        if decoded:
+            validate.floating(name, value, keys_dims, k, "k", further)
+            validate.same_device(name, value, q, "q")
+        else:
+            validate.floating(name, value, keys_dims, q, "q", further)
         if value.shape[-1] != head_dim:
             validate.refuse(name, f"head dim {value.shape[-1]}", f"{head_dim} like q")
     if v.shape != k.shape:
@@ -28,9 +158,31 @@ def attention_tensors(q: Tensor, k: Tensor, v: Tensor, where: Where, block_size:
         page_size("k", k, block_size)
 
 
-def same_rows(idx_k: Tensor, k: Tensor, paged: bool) -> None:
-    """Check that the index keys are of the tokens that k holds: positions are counted from their number."""
-    validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", k, "k")
-    if idx_k.shape[:-1] != ((k.shape[0], k.shape[2]) if paged else k.shape[:1]):
-        rows = "pages and page size" if paged else "tokens"
-        validate.refuse("idx_k", f"shape {validate.shape_text(idx_k.shape)}", f"the {rows} of k")
+def check_scales(q: Tensor, k: Tensor, v: Tensor, where: Where, q_scale: Any, k_scale: Any, v_scale: Any) -> None:
+    """Check that quantised tensors have their scales, and others none."""
+    paged = where.page_table is not None
+    scales.of_queries("q_scale", q_scale, q, "q", "Hq", required=True)
+    scales.of_keys("k_scale", k_scale, k, "k", paged)
+    scales.of_keys("v_scale", v_scale, v, "v", paged)
+
+
+def refuse_quantised(operands: Attention) -> None:
+    """Refuse quantised tensors in a call whose gradients are recorded."""
+    for name, value in (("q", operands.q), ("k", operands.k), ("v", operands.v)):
+        if formats.is_quantised(value):
+            wanted = "bfloat16, float32 or float64 where gradients are recorded: quantised tensors have none"
+            validate.refuse_type(name, f"dtype {value.dtype}", wanted)
+
+
+def destinations(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The caller's buffers, checked, and new ones in the place of those that were not given."""
+    dtype = formats.output_dtype(q)
+    if out is None:
+        out = q.new_empty(q.shape, dtype=dtype)
+    else:
+        validate.destination("out", out, list(q.shape), "[T, Hq, D]", dtype, q, "q")
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    else:
+        validate.destination("lse", lse, list(q.shape[:2]), "[T, Hq]", torch.float32, q, "q")
+    return out, lse

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
+from msa_tiles.call import backends, validate
 from msa_tiles.call.where import Where
 from msa_tiles.reference.batch import Batch, key_rows, read_batch
 
@@ -47,6 +48,16 @@ def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
         validate.refuse("max_seqlen_k", str(where.max_seqlen_k), f"at least the longest request, {max(ends)}")
     if where.page_table is not None and keys is not None:
         _check_pages(where.page_table, lengths_k, keys)
+
+
+def check_offsets(where: Where, block_size: int, backend: str, device: torch.device) -> None:
+    """Refuse offsets that kernels cannot serve. Reads them to the host."""
+    if where.k_offset is None or backends.runs_reference(backend, device):
+        return
+    for request, offset in enumerate(where.k_offset.tolist()):
+        if offset % block_size:
+            wanted = f"multiples of block_size = {block_size}: kernels serve shards of whole blocks, the reference any"
+            validate.refuse("k_offset", f"{offset} for request {request}", wanted)
 
 
 def check_block_indices(block_indices: Tensor, where: Where, block_size: int, keys: Tensor | None) -> None:
@@ -97,26 +108,31 @@ def check_score_width(
         )
 
 
-def check_scales(where: Where, idx_q: Tensor, q_scale: Tensor | None, idx_k: Tensor, k_scale: Tensor | None) -> None:
-    """Scales of the queries and keys in use are positive numbers."""
-    batch = _batch(where, idx_q.shape[0], idx_q.device, idx_k)
-    if q_scale is not None:
-        inside = batch.request >= 0
-        _check_positive("q_scale", q_scale[inside] if q_scale.dim() == 2 else q_scale)
-    if k_scale is None or k_scale.dim() == 0:
-        _check_positive("k_scale", k_scale)
+def check_scales(
+    where: Where, queries: Tensor, keys: Tensor, of_queries: Mapping[str, Any], of_keys: Mapping[str, Any]
+) -> None:
+    """Scales of the queries and keys in use are finite and not below 0; others may hold anything."""
+    if all(scale is None for scale in (*of_queries.values(), *of_keys.values())):
         return
-    for request in batch.requests:
-        rows, present = key_rows(k_scale[..., None], request, 0, request.num_keys, where.page_table)
-        _check_positive("k_scale", rows if present is None else rows[present])
+    batch = _batch(where, queries.shape[0], queries.device, keys)
+    for name, scale in of_queries.items():
+        if scale is not None:
+            _check_scale(name, scale[batch.request >= 0] if scale.dim() == 2 else scale)
+    for name, scale in of_keys.items():
+        if scale is None:
+            continue
+        if scale.dim() < keys.dim() - 1:
+            _check_scale(name, scale)
+            continue
+        for request in batch.requests:
+            rows, present = key_rows(scale[..., None], request, 0, request.num_keys, where.page_table)
+            _check_scale(name, rows if present is None else rows[present])
 
 
-def _check_positive(name: str, scale: Tensor | None) -> None:
-    if scale is None:
-        return
-    wrong = scale[~((scale > 0) & scale.isfinite())]
+def _check_scale(name: str, scale: Tensor) -> None:
+    wrong = scale[~((scale >= 0) & scale.isfinite())]
     if wrong.numel():
-        validate.refuse(name, str(wrong.flatten()[0].item()), "positive numbers")
+        validate.refuse(name, str(wrong.flatten()[0].item()), "finite numbers, not below 0")
 
 
 def _batch(where: Where, total_q: int, device: torch.device, keys: Tensor | None) -> Batch:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from msa_tiles.call import validate
 from msa_tiles.call.where import Where
+
+
+class WindowSchedule(NamedTuple):
+    """The tensors of a schedule, and the queries of its windows."""
+
+    edges: Tensor
+    tasks: Tensor
+    counts: Tensor
+    window: int
 
 
 @dataclass(frozen=True)
@@ -69,13 +80,27 @@ def _pages(max_pages: int) -> str:
     return f"a page_table of {max_pages} columns" if max_pages else "flat keys"
 
 
-def schedule_parts(
+def of_call(
     schedule: Schedule | None, block_indices: Tensor, block_size: int, where: Where, total_k: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """A schedule as operators take it, checked against the call."""
+) -> WindowSchedule | None:
+    """A schedule as a call holds it, checked against the rest of the call."""
     if schedule is None:
-        return None, None, None, 0
+        return None
     if not isinstance(schedule, Schedule):
         validate.refuse_type("schedule", type(schedule).__name__, "a Schedule of build_schedule, or None")
     schedule.validate(block_indices, block_size, where, total_k)
-    return schedule.edges, schedule.tasks, schedule.counts, schedule.window
+    return WindowSchedule(schedule.edges, schedule.tasks, schedule.counts, schedule.window)
+
+
+class ScheduleCall(NamedTuple):
+    """A validated call of build_schedule."""
+
+    block_indices: Tensor
+    where: Where
+    block_size: int
+    window: int
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_indices.device

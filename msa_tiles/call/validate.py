@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
-BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 LAYOUTS = ("head_major", "token_major")
 # Kernels take a row's maximum before they scale, so a scale is above 0; and they divide an LSE by it in float32.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64
@@ -176,10 +175,3 @@ def scratch(name: str, value: Any, like: Tensor, like_name: str) -> Tensor:
     same_device(name, value, like, like_name)
     dense(name, value)
     return value
-
-
-def backend(value: Any, device: torch.device) -> None:
-    """A known backend that the device can have."""
-    one_of("backend", value, BACKENDS)
-    if device.type != "cuda" and value not in ("auto", "reference"):
-        refuse("backend", f"{value!r} for tensors on {device}", "'auto' or 'reference', kernels need CUDA tensors")

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from msa_tiles.call import validate
 
-# The schema of the arguments of `Where`, in the order of its fields.
-ARGUMENTS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? seqused_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? q_positions, Tensor? k_offset"
-)
 
+class Where(NamedTuple):
+    """Where the queries and keys of a call stand; None means what the operators' docstrings say.
 
-@dataclass(frozen=True)
-class Where:
-    """Where the queries and keys of a call stand; None means what the operators' docstrings say."""
+    Like all that a remembered call makes anew, a NamedTuple: a frozen dataclass takes the host four times as long.
+    """
 
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    page_table: Tensor | None
-    seqused_k: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    q_positions: Tensor | None
-    k_offset: Tensor | None
-
-    @classmethod
-    def of(cls, **given: Any) -> Where:
-        """The fields that are given; the rest is None."""
-        return cls(**{**dict.fromkeys(field.name for field in fields(cls)), **given})
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    page_table: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    q_positions: Tensor | None = None
+    k_offset: Tensor | None = None
 
     @property
     def num_requests(self) -> int:
         return 1 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The values of `ARGUMENTS`."""
-        return (
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.page_table,
-            self.seqused_k,
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-            self.q_positions,
-            self.k_offset,
-        )
-
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors among the arguments."""
+        """The tensors among the fields."""
         return (
             self.cu_seqlens_q,
             self.cu_seqlens_k,
@@ -63,7 +40,7 @@ class Where:
         )
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments as the reference takes them."""
+        """The fields as the reference takes them."""
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
@@ -79,7 +56,7 @@ class Where:
 
     def without_pages(self) -> Where:
         """The same for an operator that reads no keys."""
-        return replace(self, page_table=None)
+        return self._replace(page_table=None)
 
     def validate(self, total_q: int, like: Tensor, like_name: str, keys: Tensor | None) -> None:
         """Check what the host knows. ``keys`` is the call's key tensor, if any."""

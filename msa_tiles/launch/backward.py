@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles.call import validate
-from msa_tiles.launch import attention, lookup
-from msa_tiles.launch.attention import CHUNK, LOG2_E
+from msa_tiles.call.attention import Gradients
+from msa_tiles.launch import lookup, places, schedules, windows
+from msa_tiles.launch.attention import LOG2_E
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
 
@@ -27,60 +28,64 @@ TASKS = 2
 MOST_ELEMENTS = 1 << 31
 
 
-def sparse_attention_backward(
-    facts: CallFacts,
-    backend: str,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    dlse: Tensor | None,
-    where: Place,
-    *,
-    block_size: int,
-    softmax_scale: float,
-    longest_k: int,
-    schedule: tuple[Tensor, Tensor, Tensor, int] | None,
-    workspace_bytes: int,
-    deterministic: bool,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def run(call: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Fill the gradients of a call, all of their rows: contiguous, they hold anything before.
+
+    A row whose lse is -inf gets 0 and gives nothing, though its ``dout`` and ``dlse`` may hold NaN.
+    """
+    q, k, where, block_size = call.q, call.k, call.where, call.block_size
+    facts = lookup.call_facts(
+        "sparse_attention_backward",
+        where,
+        q.device,
+        lookup.precision(query=q, key_value=k),
+        {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
+        (call.dout, q, k, call.v, call.out),
+        lookup.broken_rules("sparse_attention_backward", topk=call.block_indices.shape[2]),
+        queries=q.shape[0],
+        heads=q.shape[1],
+    )
+    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
+    # A missing kernel is refused whatever the sizes are.
+    lookup.find_kernel(facts, call.backend)
+    if 0 in (q.numel(), k.numel(), call.block_indices.numel(), where.num_requests, longest_k):
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    at = places.place(where, q.shape[0], k.shape[0], block_size, q.device)
+    launch(facts, call, at, longest_k, dq, dk, dv)
+
+
+def launch(facts: CallFacts, call: Gradients, at: Place, longest_k: int, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Fill dq, dk and dv, one window of queries after the other; deterministic in any case."""
+    q, dout, k, v, lse, block_indices = call.q, call.dout, call.k, call.v, call.lse, call.block_indices
+    backend, block_size, softmax_scale = call.backend, call.block_size, call.softmax_scale
     main = _find(facts, backend, facts.op, facts.variant)
     merge = _find(facts, backend, "merge_gradients", {"head_dim": q.shape[2]})
     num_kv_heads, total_q, topk = block_indices.shape
     num_q_heads, head_dim = q.shape[1:]
-    most = workspace_bytes // bytes_per_query(topk, num_q_heads, num_kv_heads, head_dim, block_size)
+    most = call.workspace_bytes // bytes_per_query(topk, num_q_heads, num_kv_heads, head_dim, block_size)
     most = min(most, (MOST_ELEMENTS - 1) // (topk * num_q_heads * head_dim))
     if most < 1:
         wanted = bytes_per_query(topk, num_q_heads, num_kv_heads, head_dim, block_size)
-        validate.refuse("workspace", f"{workspace_bytes} bytes", f"at least {wanted} for a window of one query")
-    if schedule is not None and schedule[3] <= most:
-        edges, tasks, counts, window = schedule
-    else:
+        came = f"{call.workspace_bytes} bytes"
+        validate.refuse("workspace", came, f"at least {wanted} for a window of one query")
+    made = call.schedule
+    if made is None or made.window > most:
         # A schedule whose windows suit the forward call may be too wide here, by what chunks and marks take.
-        window = attention.window_for(total_q, most)
-        edges, tasks, counts = attention.allocate_schedule(
+        made = schedules.allocate(
             block_indices,
-            num_requests=where.cu_seqlens_q.shape[0] - 1,
+            num_requests=call.where.num_requests,
             max_seqlen_k=longest_k,
             block_size=block_size,
-            window=window,
+            window=windows.window_for(total_q, most),
         )
-        parts = {"edges": edges, "tasks": tasks, "counts": counts}
-        attention.build_schedule(
-            facts, block_indices, where, block_size=block_size, window=window, backend=backend, **parts
-        )
+        schedules.build(schedules.find(facts, backend, block_size), block_indices, at, made)
+    edges, window = made.edges, made.window
     total_k = k.shape[0]
-    tasks, counts = group_tasks(tasks, counts, total_k, block_size)
-    rows = gradient_rows(facts, backend, dout, out, lse, dlse)
-    windows = edges.shape[0]
-    claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
+    tasks, counts = group_tasks(made.tasks, made.counts, total_k, block_size)
+    rows = gradient_rows(facts, backend, dout, call.out, lse, call.dlse)
+    claims = torch.zeros(edges.shape[0], dtype=torch.int32, device=q.device)
     partial_dq = q.new_empty((window, topk, num_q_heads, head_dim))
     marks = block_indices.new_zeros((window, num_kv_heads, topk))
     # The rows of keys, then what tasks leave that do not own their block.
@@ -88,7 +93,7 @@ def sparse_attention_backward(
     sums[:, :, :total_k].zero_()
     num_ctas = _num_ctas(q.device)
     scales = softmax_scale, softmax_scale * LOG2_E
-    for index in range(windows):
+    for index in range(edges.shape[0]):
         first, last = index * window, min((index + 1) * window, total_q)
         work = (edges, tasks, counts, claims)
         main(q, dout, k, v, rows, *work, partial_dq, marks, sums, *scales, index, num_ctas)
@@ -99,7 +104,7 @@ def sparse_attention_backward(
 
 def bytes_per_query(topk: int, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
     """What the partial results of one query take: BF16 dQ and a mark for every slot, and its share of the sums."""
-    share = -(-topk * num_kv_heads * 2 * block_size * head_dim * 4 // (CHUNK * TASKS))
+    share = -(-topk * num_kv_heads * 2 * block_size * head_dim * 4 // (windows.CHUNK * TASKS))
     return topk * (num_q_heads * head_dim * 2 + num_kv_heads * 4) + share
 
 
@@ -108,7 +113,7 @@ def most_further(edges: int) -> int:
 
     A block of n edges has ceil(n / CHUNK) tasks in the schedule, and ceil(n / (CHUNK * TASKS)) here.
     """
-    return edges // (CHUNK * TASKS)
+    return edges // (windows.CHUNK * TASKS)
 
 
 def group_tasks(

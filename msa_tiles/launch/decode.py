@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
-from msa_tiles.call.scales import Indexer, applied_scales
+from msa_tiles.call import backends, validate
+from msa_tiles.call.attention import Attention, AttentionCall
+from msa_tiles.call.indexer import Index
+from msa_tiles.call.step import Step, StepCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup, places, workspaces
+from msa_tiles.call.workspace import WORKSPACE_BYTES
+from msa_tiles.launch import index, lookup, operands, places, workspaces
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
 
@@ -66,13 +69,13 @@ def choose_splits(rows: int, topk: int, sms: int, most: int) -> int:
     return min(range(1, max(1, min(topk, most)) + 1), key=cost)
 
 
-def score(kernel: Any, call: Indexer, at: Place, causal: bool, out: Tensor) -> None:
+def score(kernel: Any, given: Index, at: Place, causal: bool, out: Tensor) -> None:
     """Fill the blocks that each request has of out [Hi, T, NB]."""
-    scales = applied_scales(call, at.cu_seqlens_q)
+    scales = index.applied_scales(given, at.cu_seqlens_q)
     kernel(
-        call.idx_q,
+        given.idx_q,
         *scales.of_queries,
-        call.idx_k,
+        given.idx_k,
         *scales.of_keys,
         at.page_table,
         at.cu_seqlens_q,
@@ -84,12 +87,19 @@ def score(kernel: Any, call: Indexer, at: Place, causal: bool, out: Tensor) -> N
         at.use_positions if causal else 0,
         *scales.flags,
         int(causal),
-        num_sms(call.idx_q.device.index) * SCORE_CTAS,
+        num_sms(given.idx_q.device.index) * SCORE_CTAS,
     )
 
 
+def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, out: Tensor) -> None:
+    """The kernel of decode_score, which writes the blocks that a request has."""
+    out.fill_(-torch.inf)
+    at = place(given.where, given.idx_q.shape[0], given.idx_k.shape[0], given.idx_q.device)
+    score(kernel, given, at, causal, out)
+
+
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Launch:
     """Attention ready to run on tensors of certain shapes, in as many splits as pay and fit the workspace."""
 
     attender: Any
@@ -97,28 +107,14 @@ class Attention:
     splits: int
     scale_log2: float
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        block_indices: Tensor,
-        where: Where,
-        schedule: None,
-        workspace: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def __call__(self, given: Attention, workspace: Tensor | None, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse."""
-        at = place(where, q.shape[0], k.shape[0], q.device)
-        self.attend(q, k, v, block_indices, at, None, (0, 0), workspace, out, lse)
+        at = place(given.where, given.q.shape[0], given.k.shape[0], given.q.device)
+        self.attend(given, at, None, (0, 0), workspace, out, lse)
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        block_indices: Tensor,
+        given: Attention,
         at: Place,
         scores: Tensor | None,
         forced: tuple[int, int],
@@ -127,18 +123,17 @@ class Attention:
         lse: Tensor,
     ) -> None:
         """With ``scores`` [Hi, T, NB] the kernel chooses the ids first, with ``forced`` = (init, local) blocks, and
-        writes them to ``block_indices``.
+        writes them to the operands' ``block_indices``.
         """
         if self.splits == 1:
             partial_out, partial_lse = out[None], lse[None]
         else:
-            partial_out, partial_lse = workspaces.partials(workspace, q, self.splits, q.shape[0])
+            partial_out, partial_lse = workspaces.partials(workspace, out, self.splits, given.q.shape[0])
         self.attender(
-            q,
-            k,
-            v,
+            given.q,
+            *operands.keys_and_values(given),
             at.page_table,
-            block_indices,
+            given.block_indices,
             at.cu_seqlens_q,
             at.cu_seqlens_k,
             at.seqused_k,
@@ -155,23 +150,31 @@ class Attention:
             self.merger(partial_out, partial_lse, out, lse)
 
 
-def prepare(
-    facts: CallFacts,
-    backend: str,
-    q: Tensor,
-    block_indices: Tensor,
-    *,
-    softmax_scale: float,
-    workspace_bytes: int,
-    **rest: Any,
-) -> Attention:
-    """What runs a call of sparse_decode; of the arguments of an attention call it needs these."""
-    num_kv_heads, _, topk = block_indices.shape
-    return _prepare_attention(facts, backend, q, splits_for(q, num_kv_heads, topk, workspace_bytes), softmax_scale)
+def prepare(call: AttentionCall) -> Launch | None:
+    """What runs the kernels of a call of sparse_decode; None as `msa_tiles.launch.attention.prepare` has it."""
+    if backends.runs_reference(call.backend, call.device):
+        return None
+    facts = operands.facts("sparse_decode", call, scored_blocks=0)
+    if operands.is_empty(call.operands):
+        lookup.find_kernel(facts, call.backend)
+        return None
+    q, (num_kv_heads, _, topk) = call.operands.q, call.operands.block_indices.shape
+    splits = splits_for(q, num_kv_heads, topk, call.workspace_bytes)
+    return _find_launch(facts, call.backend, q, splits, call.softmax_scale)
 
 
-def _prepare_attention(facts: CallFacts, backend: str, q: Tensor, splits: int, softmax_scale: float) -> Attention:
-    return Attention(
+def run(call: AttentionCall, out: Tensor, lse: Tensor, workspace: Tensor | None = None) -> None:
+    """Fill out and lse of a call of sparse_decode."""
+    launch = prepare(call)
+    if launch is None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    else:
+        launch(call.operands, workspace, out, lse)
+
+
+def _find_launch(facts: CallFacts, backend: str, q: Tensor, splits: int, softmax_scale: float) -> Launch:
+    return Launch(
         _find(facts, backend, "sparse_decode", facts.variant),
         _find(facts, backend, "combine", {"head_dim": q.shape[2]}),
         splits,
@@ -192,37 +195,26 @@ def split_bytes(total_q: int, num_q_heads: int, head_dim: int) -> int:
 
 
 def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int) -> tuple[int, int]:
-    """The workspace of `step`: bytes of the scores, rounded up to `PART`, and of the partial results behind them."""
-    splits = splits_for(q, num_kv_heads, topk, workspaces.WORKSPACE_BYTES)
+    """The workspace of a step: bytes of the scores, rounded up to `PART`, and of the partial results behind them."""
+    splits = splits_for(q, num_kv_heads, topk, WORKSPACE_BYTES)
     scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
     return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepLaunch:
     """A decode step ready to run on tensors of certain shapes: scores, attention that begins with the top-k, merge."""
 
     scorer: Any
-    attention: Attention
+    attention: Launch
     num_blocks: int
     score_bytes: int
     partial_bytes: int
     forced: tuple[int, int]
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        idx_q: Tensor,
-        idx_k: Tensor,
-        where: Where,
-        workspace: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        block_indices: Tensor,
-    ) -> None:
+    def __call__(self, given: Step, workspace: Tensor | None, out: Tensor, lse: Tensor, block_indices: Tensor) -> None:
         """Fill out, lse and block_indices. Raises ValueError when the workspace is too small."""
+        q, idx_q = given.q, given.idx_q
         total = self.score_bytes + self.partial_bytes
         if workspace is None:
             workspace = torch.empty(total, dtype=torch.uint8, device=q.device)
@@ -235,32 +227,61 @@ class Step:
             (used, self.score_bytes - used, workspace.numel() - self.score_bytes)
         )
         scores = scores.view(torch.float32).view(shape)
-        at = place(where, q.shape[0], k.shape[0], q.device)
-        score(self.scorer, Indexer(idx_q, idx_k, None, None), at, True, scores)
-        self.attention.attend(q, k, v, block_indices, at, scores, self.forced, partials, out, lse)
+        at = place(given.where, q.shape[0], given.k.shape[0], q.device)
+        score(self.scorer, given.of_indexer, at, True, scores)
+        self.attention.attend(given.of_attention(block_indices), at, scores, self.forced, partials, out, lse)
 
 
-def prepare_step(
-    facts: CallFacts,
-    backend: str,
-    q: Tensor,
-    idx_q: Tensor,
-    topk: int,
-    num_kv_heads: int,
-    *,
-    block_size: int,
-    num_blocks: int,
-    softmax_scale: float,
-    forced: tuple[int, int],
-) -> Step:
-    """Find the kernels of a step and measure its workspace. ``facts`` are those of sparse_decode."""
-    pages = facts.variant["pages_per_block"]
-    index = {"head_dim": idx_q.shape[2], "block_size": block_size, "pages_per_block": pages}
-    scorer = _find(facts, backend, "decode_score", index)
-    score_bytes, partial_bytes = step_bytes(q, idx_q, topk, num_kv_heads, num_blocks)
-    splits = splits_for(q, num_kv_heads, topk, partial_bytes)
-    attention = _prepare_attention(facts, backend, q, splits, softmax_scale)
-    return Step(scorer, attention, num_blocks, score_bytes, partial_bytes, forced)
+def prepare_step(call: StepCall) -> StepLaunch | None:
+    """Find the kernels of a step and measure its workspace; None on the reference, and where a size is 0, though
+    kernels must be there for that call too.
+    """
+    if backends.runs_reference(call.backend, call.device):
+        return None
+    given, backend, block_size = call.operands, call.backend, call.block_size
+    q, k, idx_q, where = given.q, given.k, given.idx_q, given.where
+    pages = lookup.pages_per_block(where, k, block_size)
+    facts = lookup.call_facts(
+        "sparse_decode",
+        where,
+        q.device,
+        lookup.precision(query=q, key_value=k),
+        {
+            "head_dim": q.shape[2],
+            "block_size": block_size,
+            "group": q.shape[1] // k.shape[1],
+            "pages_per_block": pages,
+            **operands.token_scales(k, given.k_scale, given.v_scale),
+            "scored_blocks": call.num_blocks,
+        },
+        (q, k, given.v, idx_q, given.idx_k),
+        lookup.broken_rules("decode_topk", topk=call.topk, max_blocks=call.num_blocks)
+        + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
+        + lookup.oversized_table(where, block_size),
+        queries=q.shape[0],
+        heads=max(q.shape[1], idx_q.shape[1]),
+    )
+    variant = index.variant(given.of_indexer, block_size)
+    of_index = lookup.precision(query=idx_q, index_key=given.idx_k)
+    scorer = lookup.part_kernel(facts, backend, "decode_score", variant, facts.features, of_index)
+    score_bytes, partial_bytes = step_bytes(q, idx_q, call.topk, k.shape[1], call.num_blocks)
+    splits = splits_for(q, k.shape[1], call.topk, partial_bytes)
+    attention = _find_launch(facts, backend, q, splits, call.softmax_scale)
+    if call.num_blocks == 0 or where.num_requests == 0 or 0 in (q.numel(), k.numel(), idx_q.numel()):
+        return None
+    forced = call.init_blocks, call.local_blocks
+    return StepLaunch(scorer, attention, call.num_blocks, score_bytes, partial_bytes, forced)
+
+
+def run_step(call: StepCall, out: Tensor, lse: Tensor, block_indices: Tensor, workspace: Tensor | None = None) -> None:
+    """Fill the results of a decode step."""
+    launch = prepare_step(call)
+    if launch is None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        block_indices.fill_(-1)
+    else:
+        launch(call.operands, workspace, out, lse, block_indices)
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from msa_tiles.call.dense import DenseCall, DenseGradients
+from msa_tiles.launch import places
 from msa_tiles.runtime import NoKernelError
 
 NAMES = ("fa4", "torch")
 
 
-class Call(NamedTuple):
+class Sequences(NamedTuple):
     """Where the sequences are, and how they attend."""
 
     cu_seqlens_q: Tensor
@@ -29,6 +31,42 @@ class Call(NamedTuple):
     max_seqlen_k: int
     softmax_scale: float
     deterministic: bool
+
+
+def run(call: DenseCall, out: Tensor, lse: Tensor) -> None:
+    """Fill out and lse of a call."""
+    library = choose(call.q, call.backend)
+    if call.is_empty:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    results = forward(library, call.q, call.k, call.v, _sequences(call))
+    out.copy_(results[0])
+    lse.copy_(results[1])
+
+
+def run_backward(given: DenseGradients, *gradients: Tensor) -> None:
+    """Fill dq, dk and dv of a call."""
+    dout, call, out, lse = given
+    if call.is_empty:
+        for gradient in gradients:
+            gradient.zero_()
+        return
+    library = choose(call.q, call.backend)
+    results = backward(library, dout, call.q, call.k, call.v, out, lse, _sequences(call))
+    for destination, result in zip(gradients, results, strict=True):
+        destination.copy_(result)
+
+
+def _sequences(call: DenseCall) -> Sequences:
+    starts_q, starts_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if starts_q is None:
+        starts_q = places.one_sequence(call.q.shape[0], call.device)
+    if starts_k is None:
+        starts_k = places.one_sequence(call.k.shape[0], call.device)
+    return Sequences(
+        starts_q, starts_k, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale, call.deterministic
+    )  # fmt: skip
 
 
 def choose(q: Tensor, backend: str) -> str:
@@ -84,7 +122,7 @@ def _aten() -> Any:
     return torch.ops.aten
 
 
-def forward(name: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(name: str, q: Tensor, k: Tensor, v: Tensor, call: Sequences) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] and lse float32 [T, Hq]; 0 and -inf where nothing is visible, past the last sequence too."""
     if name == "fa4":
         functions = _fa4()
@@ -102,7 +140,7 @@ def forward(name: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Ten
 
 
 def backward(
-    name: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    name: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; 0 where no sequence is."""
     empty = lse == -torch.inf
@@ -126,7 +164,7 @@ def backward(
     return dq, dk.masked_fill_(outside, 0.0), dv.masked_fill_(outside, 0.0)
 
 
-def _fa4_keywords(call: Call) -> dict[str, Any]:
+def _fa4_keywords(call: Sequences) -> dict[str, Any]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
     return {name: getattr(call, name) for name in names}
 

@@ -14,13 +14,15 @@ The whole prefix goes the same way: its blocks are PREFIX_SLOTS slots at a time,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles.call import validate
-from msa_tiles.launch import attention, lookup
+from msa_tiles.call.kl import Divergence
+from msa_tiles.call.schedule import WindowSchedule
+from msa_tiles.launch import lookup, places, schedules, windows
 from msa_tiles.launch.attention import LOG2_E
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
@@ -36,41 +38,59 @@ FLOAT_BYTES = 4
 SUM_ROWS = 16
 
 
-class WindowSchedule(NamedTuple):
-    """The tensors of a schedule, and the queries of its windows."""
+def run(call: Divergence, loss: Tensor, d_idx_q: Tensor, d_idx_k: Tensor) -> None:
+    """Fill the loss, a scalar, and its gradients, contiguous, where the call wants them.
 
-    edges: Tensor
-    tasks: Tensor
-    counts: Tensor
-    window: int
+    They are those of a loss gradient of 1: the pass over the main scores that gives the loss gives them too.
+    """
+    q, k, idx_q, ids, where = call.q, call.k, call.idx_q, call.block_indices, call.where
+    topk = {} if ids is None else {"topk": ids.shape[2]}
+    facts = lookup.call_facts(
+        "index_kl",
+        where,
+        q.device,
+        lookup.precision(query=q, key_value=k, index_key=call.idx_k),
+        {
+            "head_dim": q.shape[2],
+            "index_dim": idx_q.shape[2],
+            "block_size": call.block_size,
+            "group": q.shape[1] // k.shape[1],
+            "prefix": int(ids is None),
+        },
+        (q, k, idx_q, call.idx_k),
+        lookup.broken_rules("index_kl", **topk),
+        queries=q.shape[0],
+        heads=q.shape[1],
+    )
+    # A missing kernel is refused whatever the sizes are.
+    lookup.find_kernel(facts, call.backend)
+    nothing_selected = ids is not None and ids.numel() == 0
+    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
+    if nothing_selected or 0 in (q.numel(), k.numel(), where.num_requests, longest_k):
+        for result in (loss, d_idx_q, d_idx_k):
+            result.zero_()
+        return
+    at = places.place(where, q.shape[0], k.shape[0], call.block_size, q.device)
+    gradients = (d_idx_q, d_idx_k) if call.gradients else (None, None)
+    launch(facts, call, at, longest_k, loss, *gradients)
 
 
-def index_kl(
+def launch(
     facts: CallFacts,
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    idx_q: Tensor,
-    idx_k: Tensor,
-    block_indices: Tensor | None,
-    where: Place,
-    *,
-    block_size: int,
-    softmax_scale: float,
-    index_scale: float,
-    token_weights: Tensor | None,
+    call: Divergence,
+    at: Place,
     longest_k: int,
-    schedule: tuple[Tensor, Tensor, Tensor, int] | None,
-    workspace_bytes: int,
-    deterministic: bool,
     loss: Tensor,
     d_idx_q: Tensor | None,
     d_idx_k: Tensor | None,
 ) -> None:
     """Fill loss, and d_idx_q and d_idx_k where they are wanted."""
+    q, k, idx_q, idx_k, block_indices = call.q, call.k, call.idx_q, call.idx_k, call.block_indices
+    backend, block_size, workspace_bytes, index_scale = (
+        call.backend, call.block_size, call.workspace_bytes, call.index_scale
+    )  # fmt: skip
     total_q, num_kv_heads, index_dim = idx_q.shape
-    num_requests = where.cu_seqlens_q.shape[0] - 1
+    num_requests = call.where.num_requests
     gradients = d_idx_q is not None
     prefix = block_indices is None
     topk = PREFIX_SLOTS if block_indices is None else block_indices.shape[2]
@@ -84,13 +104,14 @@ def index_kl(
         return partial_bytes(window, _most_tasks(window * topk, num_requests, reach, block_size))
 
     window = choose_window(total_q, workspace_bytes, bytes_of)
-    if schedule is not None and partial_bytes(schedule[3], schedule[1].shape[2]) > workspace_bytes:
+    schedule = call.schedule
+    if schedule is not None and partial_bytes(schedule.window, schedule.tasks.shape[2]) > workspace_bytes:
         # One made for attention, whose partial results are others.
         schedule = None
 
-    def schedules() -> Iterator[WindowSchedule]:
+    def parts_of_selection() -> Iterator[WindowSchedule]:
         if schedule is not None:
-            yield WindowSchedule(*schedule)
+            yield schedule
             return
         ids = block_indices
         for first in range(0, -(-longest_k // block_size) if prefix else 1, PREFIX_SLOTS):
@@ -98,30 +119,28 @@ def index_kl(
                 slots = torch.arange(first, first + PREFIX_SLOTS, dtype=torch.int32, device=q.device)
                 ids = slots.expand(1, total_q, PREFIX_SLOTS)
             assert ids is not None
-            made = attention.allocate_schedule(
+            made = schedules.allocate(
                 ids, num_requests=num_requests, max_seqlen_k=reach, block_size=block_size, window=window
             )
-            edges, tasks, counts = made
-            attention.build_schedule(
-                facts, ids, where, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
-            )
-            yield WindowSchedule(edges, tasks, counts, window)
+            # Any DSL's: schedules are the same.
+            schedules.build(schedules.find(facts, "auto", block_size), ids, at, made)
+            yield made
 
     variant = {"index_dim": index_dim, "block_size": block_size}
     measure = kernel(facts, backend, "index_lse", variant)
     diverge = kernel(facts, backend, "index_kl", facts.variant)
     add = kernel(facts, backend, "index_gradients", variant)
     # One selection has one schedule, for both passes; those of the prefix are made again.
-    made = None if prefix else tuple(schedules())
+    made = None if prefix else tuple(parts_of_selection())
     index_lse = torch.full((total_q, num_kv_heads), -torch.inf, dtype=torch.float32, device=q.device)
-    for part in schedules() if made is None else made:
+    for part in parts_of_selection() if made is None else made:
         _merge_lse(measure, idx_q, idx_k, part, topk, index_scale, workspace_bytes // LSE_SHARE, index_lse)
 
     num_tasks = _most_tasks(window * topk, num_requests, reach, block_size)
     if made is not None:
         window, num_tasks = made[0].window, made[0].tasks.shape[2]
     num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
-    weights = token_weights
+    weights = call.token_weights
     if weights is None:
         weights = torch.ones(total_q, dtype=torch.float32, device=q.device)
     share = 1.0 / (total_q * num_kv_heads)
@@ -132,17 +151,17 @@ def index_kl(
     sum_q = _floats(q, total_q if prefix else rows, num_kv_heads, index_dim) if gradients else partial_dq
     sum_k = _floats(q, *idx_k.shape).zero_() if gradients else partial_dk
     losses = _floats(q, num_kv_heads, num_tasks, block_size).zero_()
-    for turn, part in enumerate(schedules() if made is None else made):
-        windows = part.tasks.shape[0]
-        claims = torch.zeros(windows, dtype=torch.int32, device=q.device)
-        for index in range(windows):
+    for turn, part in enumerate(parts_of_selection() if made is None else made):
+        number = part.tasks.shape[0]
+        claims = torch.zeros(number, dtype=torch.int32, device=q.device)
+        for index in range(number):
             first, count = index * window, min(window, total_q - index * window)
             if gradients:
                 present.zero_()
             diverge(
                 q,
                 k,
-                lse,
+                call.lse,
                 idx_q,
                 idx_k,
                 index_lse,
@@ -153,7 +172,7 @@ def index_kl(
                 losses,
                 partial_dq,
                 partial_dk,
-                softmax_scale * LOG2_E,
+                call.softmax_scale * LOG2_E,
                 index_scale * LOG2_E,
                 index_scale * share,
                 int(gradients),
@@ -165,7 +184,7 @@ def index_kl(
                 continue
             sums = sum_q[first : first + count] if prefix else sum_q[:count]
             parts = (partial_dq, present, partial_dk, part.tasks, part.counts)
-            add_gradients(add, *parts, where.cu_seqlens_k, sums, sum_k, window_index=index, first=turn == 0)
+            add_gradients(add, *parts, at.cu_seqlens_k, sums, sum_k, window_index=index, first=turn == 0)
             if not prefix:
                 d_idx_q[first : first + count].copy_(sums)
     torch.mul(losses.sum(), share, out=loss)
@@ -176,13 +195,13 @@ def index_kl(
 
 
 def edge_lse(
-    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: WindowSchedule, topk: int, scale: float, windows: range
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, part: WindowSchedule, topk: int, scale: float, some: range
 ) -> Tensor:
     """The index LSE of the edges of some windows, [their queries, topk, Hkv]; -inf where a slot has no edge."""
     total_q, num_kv_heads, _ = idx_q.shape
-    count = min(windows.stop * part.window, total_q) - windows.start * part.window
+    count = min(some.stop * part.window, total_q) - some.start * part.window
     lse = idx_q.new_full((count, topk, num_kv_heads), -torch.inf, dtype=torch.float32)
-    kernel(idx_q, idx_k, *part[:3], lse, scale * LOG2_E, part.window, windows.start, len(windows))
+    kernel(idx_q, idx_k, *part[:3], lse, scale * LOG2_E, part.window, some.start, len(some))
     return lse
 
 
@@ -190,10 +209,10 @@ def _merge_lse(
     kernel: Any, idx_q: Tensor, idx_k: Tensor, part: WindowSchedule, topk: int, scale: float, most: int, into: Tensor
 ) -> None:
     """Merge the index LSE of a schedule's edges into [T, Hkv], with at most so many bytes of them at a time."""
-    windows = part.tasks.shape[0]
+    number = part.tasks.shape[0]
     together = min(max(1, most // (FLOAT_BYTES * part.window * topk * idx_q.shape[1])), MOST_WINDOWS)
-    for first in range(0, windows, together):
-        some = range(first, min(first + together, windows))
+    for first in range(0, number, together):
+        some = range(first, min(first + together, number))
         lse = edge_lse(kernel, idx_q, idx_k, part, topk, scale, some)
         rows = into[first * part.window : first * part.window + len(lse)]
         torch.logaddexp(rows, lse.logsumexp(1), out=rows)
@@ -228,12 +247,12 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 
 def _most_tasks(edges: int, num_requests: int, longest_k: int, block_size: int) -> int:
     """How many tasks of one head the edges of a window can make."""
-    return min(edges, num_requests * -(-longest_k // block_size)) + edges // attention.CHUNK
+    return min(edges, num_requests * -(-longest_k // block_size)) + edges // windows.CHUNK
 
 
 def choose_window(total_q: int, workspace_bytes: int, bytes_of: Any) -> int:
     """Queries per window, so that what grows with them fits the workspace."""
-    window = attention.window_for(total_q, attention.MOST_QUERIES)
+    window = windows.window_for(total_q, windows.MOST_QUERIES)
     while window > 1 and bytes_of(window) > workspace_bytes:
         window = -(-window // 2)
     if bytes_of(window) > workspace_bytes:

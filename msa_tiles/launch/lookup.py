@@ -12,19 +12,13 @@ from torch import Tensor
 
 from msa_tiles import runtime
 from msa_tiles.call.where import Where
+from msa_tiles.call.workspace import ALIGNMENT
 from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import CallFacts, tuned
 from msa_tiles.spec import load
 
-# TMA boxes and the widest loads start at multiples of this many bytes.
-ALIGNMENT = 16
 # An axis of a grid holds no more CTAs than that, but the first.
 MOST_HEADS = 65_535
-
-
-def runs_reference(backend: str, device: torch.device) -> bool:
-    """CPU tensors run on the reference; CUDA tensors only when it is asked for."""
-    return backend == "reference" or device.type != "cuda"
 
 
 def precision(**tensors: Tensor) -> str:
@@ -86,14 +80,34 @@ def find_kernel(facts: CallFacts, backend: str) -> Any:
     return runtime.find_kernel(facts.op, facts, backend=backend)
 
 
-def part_facts(facts: CallFacts, op: str, variant: Mapping[str, int], features: frozenset[str]) -> CallFacts:
+def part_facts(
+    facts: CallFacts,
+    op: str,
+    variant: Mapping[str, int],
+    features: frozenset[str],
+    precision: str | None = None,
+) -> CallFacts:
     """The facts of a kernel that a call launches on its way, with what the call needs of that kernel."""
-    return dataclasses.replace(facts, op=op, variant=variant, features=features)
+    precision = precision or facts.precision
+    return dataclasses.replace(facts, op=op, variant=variant, features=features, precision=precision)
 
 
-def part_kernel(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int], features: frozenset[str]) -> Any:
+def part_kernel(
+    facts: CallFacts,
+    backend: str,
+    op: str,
+    variant: Mapping[str, int],
+    features: frozenset[str],
+    precision: str | None = None,
+) -> Any:
     """That kernel. For those of other operators than the call's own, ``backend`` is a preference."""
-    return runtime.find_kernel(op, part_facts(facts, op, variant, features), backend=backend, helper=op != facts.op)
+    part = part_facts(facts, op, variant, features, precision)
+    return runtime.find_kernel(op, part, backend=backend, helper=op != facts.op)
+
+
+def part_serves(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int], features: frozenset[str]) -> bool:
+    """Whether there is one."""
+    return runtime.serves(op, part_facts(facts, op, variant, features), backend=backend, helper=True)
 
 
 def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:

@@ -2,7 +2,8 @@
 
 Kernels know no ``k_offset``. Keys that begin at block ``first`` of their request are the keys of a whole call once
 positions and block ids are counted from there; lengths, and the rule for positions that nobody gave, stay as they are.
-Each function here takes an operator's writer and returns one that also serves shards; the reference serves them anyway.
+Each function here takes what runs a call on kernels and returns what also serves shards; the reference serves them
+anyway.
 
 - Scores: the columns that the kernel wrote move ``first`` columns to the right, -inf comes in.
 - Top-k reads scores of the whole request: only the end of its keys moves, so that any offset is exact.
@@ -18,23 +19,23 @@ NaN for scores, outputs and LSE and -1 for ids; ``check=True`` refuses it (`chec
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Concatenate, TypeVar
 
 import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
+from msa_tiles.call.attention import AttentionCall, Gradients
+from msa_tiles.call.indexer import RankCall, ScoreCall, SelectCall
+from msa_tiles.call.kl import Divergence
+from msa_tiles.call.schedule import ScheduleCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup
 
-Write = Callable[..., None]
+Call = TypeVar("Call")
+# Runs a call into its outputs.
+Run = Callable[Concatenate[Call, ...], None]
 
 # Elements that one step of numbering back handles; it bounds the extra memory.
 PIECE = 1 << 24
-
-# The values of `Where` in a writer's arguments, k_offset the last.
-PLACE = 8
 
 
 class Shard:
@@ -56,7 +57,7 @@ class Shard:
         if positions is not None:
             # Whatever is below 0 sees nothing, and stays there without running over.
             positions = positions.clamp_min(-1) - self.per_query(offsets)
-        self.where = replace(where, q_positions=positions, k_offset=None)
+        self.where = where._replace(q_positions=positions, k_offset=None)
 
     def per_query(self, values: Tensor) -> Tensor:
         """Values of requests [B], for every query; 0 for those past the last request."""
@@ -70,119 +71,118 @@ class Shard:
         return torch.where(block_indices >= first, block_indices - first, -1)
 
 
-def scores(write: Write) -> Write:
-    """``write(idx_q, idx_k, *where, block_size, causal, token_major, num_blocks, backend, out)``, also for shards."""
+def scores(run: Run[ScoreCall]) -> Run[ScoreCall]:
+    """``run(call, out)``, also for shards."""
 
-    def write_shards(idx_q: Tensor, idx_k: Tensor, *rest: Any) -> None:
-        if _as_it_is(rest, rest[-2], idx_q):
-            write(idx_q, idx_k, *rest)
+    def run_shards(call: ScoreCall, out: Tensor) -> None:
+        given = call.operands
+        if given.where.k_offset is None:
+            run(call, out)
             return
-        block_size, _, token_major, *_, out = rest[PLACE:]
-        shard = Shard(Where(*rest[:PLACE]), idx_q.shape[0], block_size)
-        write(idx_q, idx_k, *shard.where.arguments(), *rest[PLACE:])
-        _move_columns(out.transpose(0, 1) if token_major else out, shard)
+        shard = Shard(given.where, given.idx_q.shape[0], call.block_size)
+        run(call._replace(operands=given._replace(where=shard.where)), out)
+        _move_columns(out.transpose(0, 1) if call.token_major else out, shard)
 
-    return write_shards
+    return run_shards
 
 
-def ranking(write: Write) -> Write:
-    """``write(score, topk, *where, …, backend, out)``, also for shards."""
+def ranking(run: Run[RankCall]) -> Run[RankCall]:
+    """``run(call, out)``, also for shards."""
 
-    def write_shards(score: Tensor, topk: int, *rest: Any) -> None:
-        if _as_it_is(rest, rest[-2], score):
-            write(score, topk, *rest)
+    def run_shards(call: RankCall, out: Tensor) -> None:
+        given = call.operands
+        if given.where.k_offset is None:
+            run(call, out)
             return
-        where = Where(*rest[:PLACE])
-        ends = _key_ends(where, score.shape[1], None)
-        where = replace(where, cu_seqlens_k=None, page_table=None, seqused_k=ends, k_offset=None)
-        write(score, topk, *where.arguments(), *rest[PLACE:])
+        ends = _key_ends(given.where, given.score.shape[1], None)
+        where = given.where._replace(cu_seqlens_k=None, page_table=None, seqused_k=ends, k_offset=None)
+        run(call._replace(operands=given._replace(where=where)), out)
 
-    return write_shards
+    return run_shards
 
 
-def selection(write: Write) -> Write:
-    """``write(idx_q, idx_k, topk, *where, num_kv_heads, block_size, init_blocks, …, out)``, also for shards."""
+def selection(run: Run[SelectCall]) -> Run[SelectCall]:
+    """``run(call, out)``, also for shards."""
 
-    def write_shards(idx_q: Tensor, idx_k: Tensor, topk: int, *rest: Any) -> None:
-        if _as_it_is(rest, rest[-2], idx_q):
-            write(idx_q, idx_k, topk, *rest)
+    def run_shards(call: SelectCall, out: Tensor) -> None:
+        given, where = call.operands, call.operands.where
+        if where.k_offset is None:
+            run(call, out)
             return
-        where = Where(*rest[:PLACE])
-        num_kv_heads, block_size, init_blocks, local_blocks, order, *further, out = rest[PLACE:]
-        shard = Shard(where, idx_q.shape[0], block_size)
+        total_q = given.idx_q.shape[0]
+        shard = Shard(where, total_q, call.block_size)
         # Nothing forced: which of the forced blocks are the shard's differs between requests. Those among the best of
         # the shard drop out later, and leave as many others as there are slots for.
-        ranked = (num_kv_heads, block_size, 0, 0, "score", *further, out)
-        write(idx_q, idx_k, topk, *shard.where.arguments(), *ranked)
-        ends = _key_ends(where, idx_q.shape[0], idx_k.shape[0])
-        valid = _num_valid_blocks(shard, ends, where, idx_q.shape[0], block_size)
-        _rank_whole_request(out, shard.first, valid, init_blocks, local_blocks, order)
+        ranked = call._replace(
+            operands=given._replace(where=shard.where), init_blocks=0, local_blocks=0, order="score"
+        )  # fmt: skip
+        run(ranked, out)
+        ends = _key_ends(where, total_q, given.idx_k.shape[0])
+        valid = _num_valid_blocks(shard, ends, where, total_q, call.block_size)
+        _rank_whole_request(out, shard.first, valid, call.init_blocks, call.local_blocks, call.order)
 
-    return write_shards
+    return run_shards
 
 
-def schedule(write: Write) -> Write:
-    """``write(block_indices, *where, block_size, …)``, also for shards."""
+def schedule(run: Run[ScheduleCall]) -> Run[ScheduleCall]:
+    """``run(call, edges, tasks, counts)``, also for shards."""
 
-    def write_shards(block_indices: Tensor, *rest: Any) -> None:
-        if _as_it_is(rest, "auto", block_indices):
-            write(block_indices, *rest)
+    def run_shards(call: ScheduleCall, *parts: Tensor) -> None:
+        if call.where.k_offset is None:
+            run(call, *parts)
             return
-        shard = Shard(Where(*rest[:PLACE]), block_indices.shape[1], rest[PLACE])
-        write(shard.local_ids(block_indices), *shard.where.arguments(), *rest[PLACE:])
+        shard = Shard(call.where, call.block_indices.shape[1], call.block_size)
+        run(call._replace(block_indices=shard.local_ids(call.block_indices), where=shard.where), *parts)
 
-    return write_shards
+    return run_shards
 
 
-def attention(write: Write) -> Write:
-    """``write(q, k, v, block_indices, *where, block_size, scale, …, backend, out, lse, …)``, also for shards."""
+def attention(run: Run[AttentionCall]) -> Run[AttentionCall]:
+    """``run(call, out, lse, workspace)``, also for shards."""
 
-    def write_shards(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> None:
-        block_size, *_, backend, out, lse = rest[PLACE : PLACE + 10]
-        if _as_it_is(rest, backend, q):
-            write(q, k, v, block_indices, *rest)
+    def run_shards(call: AttentionCall, out: Tensor, lse: Tensor, workspace: Tensor | None = None) -> None:
+        given = call.operands
+        if given.where.k_offset is None:
+            run(call, out, lse, workspace)
             return
-        shard = Shard(Where(*rest[:PLACE]), q.shape[0], block_size)
-        write(q, k, v, shard.local_ids(block_indices), *shard.where.arguments(), *rest[PLACE:])
+        shard = Shard(given.where, given.q.shape[0], call.block_size)
+        local = given._replace(block_indices=shard.local_ids(given.block_indices), where=shard.where)
+        run(call._replace(operands=local), out, lse, workspace)
         lse.masked_fill_(shard.broken[:, None], torch.nan)
         out.masked_fill_(shard.broken[:, None, None], torch.nan)
 
-    return write_shards
+    return run_shards
 
 
-def attention_backward(write: Write) -> Write:
-    """``write(dout, q, k, v, out, lse, block_indices, dlse, *where, block_size, …, dq, dk, dv)``, also for shards."""
+def attention_backward(run: Run[Gradients]) -> Run[Gradients]:
+    """``run(call, dq, dk, dv)``, also for shards."""
 
-    def write_shards(*arguments: Any) -> None:
-        (*tensors, block_indices, dlse), rest = arguments[:8], arguments[8:]
-        q, (*_, backend, dq, dk, dv) = tensors[1], rest
-        if _as_it_is(rest, backend, q):
-            write(*arguments)
+    def run_shards(call: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if call.where.k_offset is None:
+            run(call, dq, dk, dv)
             return
-        shard = Shard(Where(*rest[:PLACE]), q.shape[0], rest[PLACE])
-        write(*tensors, shard.local_ids(block_indices), dlse, *shard.where.arguments(), *rest[PLACE:])
+        shard = Shard(call.where, call.q.shape[0], call.block_size)
+        run(call._replace(block_indices=shard.local_ids(call.block_indices), where=shard.where), dq, dk, dv)
         _spoil_gradients(shard, dq, dk, dv)
 
-    return write_shards
+    return run_shards
 
 
-def divergence(write: Write) -> Write:
-    """``write(q, k, lse, idx_q, idx_k, block_indices, *where, block_size, …, loss, d_idx_q, d_idx_k)``, the same."""
+def divergence(run: Run[Divergence]) -> Run[Divergence]:
+    """``run(call, loss, d_idx_q, d_idx_k)``, also for shards."""
 
-    def write_shards(*arguments: Any) -> None:
-        (*tensors, block_indices), rest = arguments[:6], arguments[6:]
-        q, (*_, backend, loss, d_idx_q, d_idx_k) = tensors[0], rest
-        if _as_it_is(rest, backend, q):
-            write(*arguments)
+    def run_shards(call: Divergence, loss: Tensor, d_idx_q: Tensor, d_idx_k: Tensor) -> None:
+        if call.where.k_offset is None:
+            run(call, loss, d_idx_q, d_idx_k)
             return
-        shard = Shard(Where(*rest[:PLACE]), q.shape[0], rest[PLACE])
-        local = None if block_indices is None else shard.local_ids(block_indices)
-        write(*tensors, local, *shard.where.arguments(), *rest[PLACE:])
+        shard = Shard(call.where, call.q.shape[0], call.block_size)
+        local = None if call.block_indices is None else shard.local_ids(call.block_indices)
+        run(call._replace(block_indices=local, where=shard.where), loss, d_idx_q, d_idx_k)
         loss.masked_fill_(shard.broken.any(), torch.nan)
         if d_idx_q.numel():
             _spoil_gradients(shard, d_idx_q, d_idx_k)
 
-    return write_shards
+    return run_shards
 
 
 def _spoil_gradients(shard: Shard, of_queries: Tensor, *of_keys: Tensor) -> None:
@@ -191,21 +191,6 @@ def _spoil_gradients(shard: Shard, of_queries: Tensor, *of_keys: Tensor) -> None
     of_queries.masked_fill_(broken, torch.nan)
     for gradient in of_keys:
         gradient.masked_fill_(broken.any(), torch.nan)
-
-
-def check_offsets(where: Where, block_size: int, backend: str, device: torch.device) -> None:
-    """Refuse offsets that kernels cannot serve. Reads them to the host."""
-    if where.k_offset is None or lookup.runs_reference(backend, device):
-        return
-    for request, offset in enumerate(where.k_offset.tolist()):
-        if offset % block_size:
-            wanted = f"multiples of block_size = {block_size}: kernels serve shards of whole blocks, the reference any"
-            validate.refuse("k_offset", f"{offset} for request {request}", wanted)
-
-
-def _as_it_is(rest: tuple[Any, ...], backend: str, like: Tensor) -> bool:
-    """Whether a writer's arguments need no rewriting: there is no shard, or the reference serves it."""
-    return rest[PLACE - 1] is None or lookup.runs_reference(backend, like.device)
 
 
 def _requests(where: Where, total_q: int, device: torch.device) -> Tensor | None:

@@ -20,7 +20,7 @@ def records(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in autocast's dtype where autocast is on for their device; anything else as it came."""
     first = tensors[0]
     if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
@@ -52,25 +52,36 @@ def no_buffers(**buffers: Any) -> None:
 
 
 def register(
-    operator: registration.OperatorPair,
-    setup: Callable[[Any, tuple[Any, ...], Any], None],
+    operator: registration.Operator[Any],
     backward: Callable[..., Sequence[Tensor | None]],
+    *,
+    constants: tuple[int, ...] = (),
+    keeps_inputs: bool = True,
 ) -> None:
-    """Give an operator's functional form a gradient: ``setup(ctx, inputs, output)``, ``backward(ctx, *gradients)``.
+    """Give an operator's functional form a gradient: ``backward(call, outputs, *gradients)``.
 
-    ``backward`` answers for the leading tensors; whatever follows them gets no gradient. A graph of the gradients
-    (``create_graph=True``) is refused: without a formula of their own they would count as constants in it.
+    ``backward`` answers for the leading tensors of a call; whatever follows them gets no gradient. The outputs numbered
+    by ``constants`` have none either. Without ``keeps_inputs`` the call comes back without its tensors. A graph of the
+    gradients (``create_graph=True``) is refused: without a formula of their own they would count as constants in it.
     """
+    layout = operator.layout
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(outputs[number] for number in constants))
+        tensors = [value if isinstance(value, Tensor) and keeps_inputs else None for value in inputs]
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*tensors, *outputs)
 
     def full(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(f"{operator.name} is differentiable once: it has no gradient under create_graph=True")
-        found = tuple(backward(ctx, *gradients))
-        return found + (None,) * (ctx.num_inputs - len(found))
+        # Asked for once: checkpointing unpacks no tensor twice.
+        saved, size = ctx.saved_tensors, len(ctx.others)
+        tensors, outputs = saved[:size], saved[size:]
+        inputs = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
+        found = tuple(backward(layout.unflatten(inputs), outputs, *gradients))
+        return found + (None,) * (size - len(found))
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.num_inputs = len(inputs)
-        ctx.set_materialize_grads(False)
-        setup(ctx, inputs, output)
-
-    operator.registered_functional.register_autograd(full, setup_context=remember)
+    operator.registered_functional.register_autograd(full, setup_context=keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -13,38 +13,47 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from msa_tiles.call import backends
+from msa_tiles.call.workspace import check_alignment
+from msa_tiles.library.layout import Call, Layout
+
 NAMESPACE = "msa_tiles"
 
 
 @dataclass(frozen=True)
-class OperatorPair:
-    """``functional(*arguments)`` returns fresh outputs; ``mutating(*arguments, *outputs)`` returns nothing.
+class Operator(Generic[Call]):
+    """``functional(call)`` returns fresh outputs; ``mutating(call, *outputs)`` returns nothing.
 
     torch's dispatcher takes longer on the host than the kernels of a decode step on the GPU. A call that nobody traces,
     transforms or differentiates goes past it.
     """
 
     name: str
-    registered_functional: Any
-    registered_mutating: Any
-    compute: Callable[..., Any]
+    layout: Layout[Call]
+    allocate: Callable[[Call], tuple[Tensor, ...]]
     write: Callable[..., None]
     mutated: int
+    registered_functional: Any
+    registered_mutating: Any
 
-    def functional(self, *arguments: Any) -> Any:
+    def functional(self, call: Call) -> Any:
+        arguments = self.layout.flatten(call)
         if plain(arguments):
-            return self.compute(*arguments)
+            results = self.allocate(call)
+            self.write(call, *results)
+            return results if len(results) > 1 else results[0]
         results = self.registered_functional(*arguments)
         _refuse_tangents(self.name, arguments, results if isinstance(results, tuple) else (results,))
         return results
 
-    def mutating(self, *arguments: Any) -> None:
-        if plain(arguments):
-            self.write(*arguments)
-            written(arguments[-self.mutated :])
+    def mutating(self, call: Call, *outputs: Tensor | None) -> None:
+        arguments = self.layout.flatten(call)
+        if plain((*arguments, *outputs)):
+            self.write(call, *outputs)
+            written(outputs)
         else:
-            _refuse_tangents(self.name, arguments[: -self.mutated], arguments[-self.mutated :])
-            self.registered_mutating(*arguments)
+            _refuse_tangents(self.name, arguments, outputs)
+            self.registered_mutating(*arguments, *outputs)
 
 
 def written(buffers: Sequence[Tensor | None]) -> None:
@@ -93,51 +102,57 @@ def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tens
             raise RuntimeError(f"{name} has no derivative in forward mode (torch.func.jvp), only in backward")
 
 
-def _without_autocast(write: Callable[..., None]) -> Callable[..., None]:
-    """``write`` with autocast off: it would recast the steps inside an operator, and their accumulators with them."""
-
-    def plainly(*args: Any) -> None:
-        device = args[0].device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                write(*args)
-        else:
-            write(*args)
-
-    return plainly
-
-
 def define(
     name: str,
-    arguments: str,
+    kind: type[Call],
     outputs: tuple[str, ...],
-    allocate: Callable[..., tuple[Tensor, ...]],
-    write: Callable[..., None],
+    *,
+    allocate: Callable[[Call], tuple[Tensor, ...]],
+    reference: Callable[..., None],
+    kernels: Callable[..., None],
     scratch: str | None = None,
-) -> OperatorPair:
-    """Register ``msa_tiles::<name>`` and ``msa_tiles::<name>_out``.
+) -> Operator[Call]:
+    """Register ``msa_tiles::<name>`` and ``msa_tiles::<name>_out`` for calls of a ``kind``, a NamedTuple.
 
-    ``arguments`` is the schema of the arguments that both take. ``allocate(*arguments)`` makes uninitialised outputs
-    from shapes alone and is therefore the fake kernel too; ``write(*arguments, *outputs)`` fills them. ``scratch``
-    names an optional tensor that only the twin takes, behind the outputs, and may overwrite.
+    A call says its ``device`` and ``backend``. ``allocate(call)`` makes uninitialised outputs from shapes alone and is
+    therefore the fake kernel too; ``reference(call, *outputs)`` and ``kernels(call, *outputs)`` fill them, each where
+    the call runs on it. ``scratch`` names an optional tensor that only the twin takes, behind the outputs, and may
+    overwrite.
     """
-    write = _without_autocast(write)
+    layout = Layout(kind)
 
-    def compute(*args: Any) -> Any:
-        results = allocate(*args)
-        write(*args, *results)
+    def write(call: Any, *results: Tensor | None) -> None:
+        if scratch is not None and len(results) > len(outputs) and (given := results[-1]) is not None:
+            check_alignment(scratch, given)
+        fill = reference if backends.runs_reference(call.backend, call.device) else kernels
+        device = call.device.type
+        if torch.is_autocast_enabled(device):
+            # It would recast the steps inside an operator, and their accumulators with them.
+            with torch.autocast(device, enabled=False):
+                fill(call, *results)
+        else:
+            fill(call, *results)
+
+    def fake(*arguments: Any) -> Any:
+        results = allocate(layout.unflatten(arguments))
         return results if len(results) > 1 else results[0]
 
-    def fake(*args: Any) -> Any:
-        results = allocate(*args)
+    def compute(*arguments: Any) -> Any:
+        call = layout.unflatten(arguments)
+        results = allocate(call)
+        write(call, *results)
         return results if len(results) > 1 else results[0]
 
-    def fake_write(*args: Any) -> None:
+    def overwrite(*arguments: Any) -> None:
+        size = len(layout.fields)
+        write(layout.unflatten(arguments[:size]), *arguments[size:])
+
+    def fake_overwrite(*arguments: Any) -> None:
         return None
 
     returns = ", ".join(["Tensor"] * len(outputs))
     functional = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({arguments}) -> ({returns})"
+        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
     )
     functional.register_fake(fake)
 
@@ -146,9 +161,9 @@ def define(
         mutated.append(f"Tensor(z!)? {scratch}")
     mutating = torch.library.custom_op(
         f"{NAMESPACE}::{name}_out",
-        write,
+        overwrite,
         mutates_args=(*outputs, scratch) if scratch is not None else outputs,
-        schema=f"({arguments}, {', '.join(mutated)}) -> ()",
+        schema=f"({layout.schema}, {', '.join(mutated)}) -> ()",
     )
-    mutating.register_fake(fake_write)
-    return OperatorPair(f"{NAMESPACE}::{name}", functional, mutating, compute, write, len(mutated))
+    mutating.register_fake(fake_overwrite)
+    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, len(mutated), functional, mutating)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.call import validate
-from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, lookup
+from msa_tiles.call import backends, validate
+from msa_tiles.call.attention import CombineCall
+from msa_tiles.launch import attention
 from msa_tiles.library import registration
 
 
@@ -35,11 +33,11 @@ def combine(
         wanted = f"{validate.shape_text((num_splits, total_q, num_heads))} like partial_out"
         validate.refuse("partial_lse", f"shape {validate.shape_text(partial_lse.shape)}", wanted)
     validate.same_device("partial_lse", partial_lse, partial_out, "partial_out")
-    validate.backend(backend, partial_out.device)
-    arguments = (partial_out, partial_lse, backend)
+    backends.check(backend, partial_out.device)
+    call = CombineCall(partial_out, partial_lse, backend)
     if out is None and lse is None:
-        return _OPERATOR.functional(*arguments)
-    new_out, new_lse = _allocate(*arguments)
+        return _OPERATOR.functional(call)
+    new_out, new_lse = _allocate(call)
     if out is not None:
         shape = [total_q, num_heads, head_dim]
         validate.destination("out", out, shape, "[T, Hq, D]", partial_out.dtype, partial_out, "partial_out")
@@ -47,42 +45,26 @@ def combine(
     if lse is not None:
         validate.destination("lse", lse, [total_q, num_heads], "[T, Hq]", torch.float32, partial_out, "partial_out")
         new_lse = lse
-    _OPERATOR.mutating(*arguments, new_out, new_lse)
+    _OPERATOR.mutating(call, new_out, new_lse)
     return new_out, new_lse
 
 
-def _allocate(partial_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    out = partial_out.new_empty(partial_out.shape[1:])
-    return out, partial_out.new_empty(partial_out.shape[1:3], dtype=torch.float32)
+def _allocate(call: CombineCall) -> tuple[Tensor, ...]:
+    shape = call.partial_out.shape[1:]
+    return call.partial_out.new_empty(shape), call.partial_out.new_empty(shape[:2], dtype=torch.float32)
 
 
-def _write(partial_out: Tensor, partial_lse: Tensor, backend: str, out: Tensor, lse: Tensor) -> None:
-    if lookup.runs_reference(backend, partial_out.device):
-        result, result_lse = reference.combine(partial_out, partial_lse)
-        out.copy_(result)
-        lse.copy_(result_lse)
-        return
-    nowhere = Where(None, None, None, None, None, None, None, None)
-    precision = lookup.precision(output=partial_out)
-    variant = {"head_dim": partial_out.shape[3]}
-    facts = lookup.call_facts(
-        "combine",
-        nowhere,
-        partial_out.device,
-        precision,
-        variant,
-        (partial_out,),
-        queries=partial_out.shape[1],
-        heads=partial_out.shape[2],
-    )
-    if partial_out.numel() == 0:
-        lookup.find_kernel(facts, backend)
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    attention.combine(facts, backend, partial_out, partial_lse, out=out, lse=lse)
+def _by_reference(call: CombineCall, out: Tensor, lse: Tensor) -> None:
+    result, result_lse = reference.combine(call.partial_out, call.partial_lse)
+    out.copy_(result)
+    lse.copy_(result_lse)
 
 
 _OPERATOR = registration.define(
-    "combine", "Tensor partial_out, Tensor partial_lse, str backend", ("out", "lse"), _allocate, _write
+    "combine",
+    CombineCall,
+    ("out", "lse"),
+    allocate=_allocate,
+    reference=_by_reference,
+    kernels=attention.run_combine,
 )

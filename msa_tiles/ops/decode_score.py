@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from msa_tiles.call.scales import Indexer
+from msa_tiles.call import indexer
+from msa_tiles.call.indexer import ScoreCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import decode, shards
+from msa_tiles.launch import decode, index, shards
 from msa_tiles.library import registration
-from msa_tiles.ops.index_score import SCHEMA, allocate_scores, score_arguments, write_scores
+from msa_tiles.ops.index_score import by_reference, new_scores
 from msa_tiles.quant import QuantizedTensor
 
 
@@ -43,24 +42,26 @@ def decode_score(
     the keys of all requests together, so that one long request fills it as well as many short ones.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    arguments = score_arguments(idx_q, idx_k, where, check, block_size, causal, layout, k_scale, q_scale, out, backend)
+    call = indexer.validated_scores(
+        indexer.operands_of(idx_q, idx_k, where, q_scale, k_scale),
+        check=check,
+        block_size=block_size,
+        causal=causal,
+        layout=layout,
+        out=out,
+        backend=backend,
+    )
     if out is None:
-        return _OPERATOR.functional(*arguments)
-    _OPERATOR.mutating(*arguments, out)
+        return _OPERATOR.functional(call)
+    _OPERATOR.mutating(call, out)
     return out
-
-
-def _launch(kernel: Any, call: Indexer, where: Where, block_size: int, causal: bool, score: Tensor) -> None:
-    # The kernel writes the blocks that a request has.
-    score.fill_(-torch.inf)
-    at = decode.place(where, call.idx_q.shape[0], call.idx_k.shape[0], call.idx_q.device)
-    decode.score(kernel, call, at, causal, score)
 
 
 _OPERATOR = registration.define(
     "decode_score",
-    SCHEMA,
+    ScoreCall,
     ("out",),
-    allocate_scores,
-    shards.scores(functools.partial(write_scores, "decode_score", _launch)),
+    allocate=new_scores,
+    reference=by_reference,
+    kernels=shards.scores(functools.partial(index.run_scores, "decode_score", decode.launch_scores)),
 )

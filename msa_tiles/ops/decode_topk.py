@@ -6,10 +6,12 @@ import functools
 
 from torch import Tensor
 
+from msa_tiles.call.indexer import RankCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import shards
+from msa_tiles.launch import index, shards
+from msa_tiles.launch.index import Ranking
 from msa_tiles.library import registration, remember
-from msa_tiles.ops.topk_select import SCHEMA, Ranking, allocate_chosen, call_topk, prepare_chosen, write_chosen
+from msa_tiles.ops.topk_select import by_reference, new_ranking, rank
 
 
 def decode_topk(
@@ -40,14 +42,18 @@ def decode_topk(
     Arguments, result and errors are those of `topk_select`. Up to some thousand rows it is the faster one.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    return call_topk(
-        _OPERATOR, _PREPARE, _SEEN, score, topk, where, check, num_kv_heads, num_valid_blocks, block_size, init_blocks,
-        local_blocks, order, layout, out, backend,
+    return rank(
+        _OPERATOR, index.prepare_decode_topk, _SEEN, score, topk, where, check, num_kv_heads, num_valid_blocks,
+        block_size, init_blocks, local_blocks, order, layout, out, backend,
     )  # fmt: skip
 
 
 _SEEN: remember.Remembered[Ranking] = remember.Remembered()
-_PREPARE = functools.partial(prepare_chosen, "decode_topk", lambda topk, width: {"max_blocks": width}, lambda out: ())
 _OPERATOR = registration.define(
-    "decode_topk", SCHEMA, ("out",), allocate_chosen, shards.ranking(functools.partial(write_chosen, _PREPARE))
+    "decode_topk",
+    RankCall,
+    ("out",),
+    allocate=new_ranking,
+    reference=by_reference,
+    kernels=shards.ranking(functools.partial(index.run_ranking, index.prepare_decode_topk)),
 )

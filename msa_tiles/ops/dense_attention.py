@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from msa_tiles import reference
 from msa_tiles.call import contents, validate
-from msa_tiles.call.attention import attention_tensors
+from msa_tiles.call.attention import check_tensors
+from msa_tiles.call.dense import DenseCall, DenseGradients
 from msa_tiles.call.where import Where
-from msa_tiles.launch import dense, lookup, places
+from msa_tiles.launch import dense
 from msa_tiles.library import autograd, registration
-from msa_tiles.ops.sparse_attention import allocate_attention
 
 BACKENDS = ("auto", *dense.NAMES, "reference")
 
@@ -48,15 +46,15 @@ def dense_attention(
     Raises `msa_tiles.runtime.NoKernelError` with the reason of each library where none serves the call.
     """
     q, k, v = autograd.autocast(q, k, v)
-    where = Where(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k, None, None)
-    attention_tensors(q, k, v, where, 1)
+    where = Where(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    check_tensors(q, k, v, where, 1)
     validate.one_of("backend", backend, BACKENDS)
     if q.device.type != "cuda" and backend in dense.NAMES:
         validate.refuse("backend", f"{backend!r} for tensors on {q.device}", "'auto' or 'reference'")
     where.validate(q.shape[0], q, "q", k)
     if check:
         contents.check_where(where, q.shape[0], k)
-    out, lse = _OPERATOR.functional(
+    call = DenseCall(
         q,
         k,
         v,
@@ -68,86 +66,57 @@ def dense_attention(
         autograd.deterministic(deterministic),
         backend,
     )
+    out, lse = _OPERATOR.functional(call)
     return (out, lse) if return_lse else out
 
 
-def _write(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    *place, scale, deterministic, backend, out, lse = rest
-    if lookup.runs_reference(backend, q.device):
-        results = reference.dense_attention(q, k, v, softmax_scale=scale, **_starts(place))
-    elif _is_empty(q, k, place):
-        dense.choose(q, backend)
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    else:
-        library = dense.choose(q, backend)
-        results = dense.forward(library, q, k, v, _call(q, k, place, scale, deterministic))
+def _allocate(call: DenseCall) -> tuple[Tensor, ...]:
+    return call.q.new_empty(call.q.shape), call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
+
+
+def _by_reference(call: DenseCall, out: Tensor, lse: Tensor) -> None:
+    starts = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    results = reference.dense_attention(call.q, call.k, call.v, softmax_scale=call.softmax_scale, **starts)
     out.copy_(results[0])
     lse.copy_(results[1])
 
 
-def _allocate_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _allocate_gradients(given: DenseGradients) -> tuple[Tensor, ...]:
+    return tuple(part.new_empty(part.shape) for part in given.call[:3])
 
 
-def _write_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
-    *place, scale, deterministic, backend, dq, dk, dv = rest
-    results: tuple[Tensor, ...]
-    if lookup.runs_reference(backend, q.device):
-        results = reference.dense_attention_backward(dout, q, k, v, out, lse, softmax_scale=scale, **_starts(place))
-    elif _is_empty(q, k, place):
-        results = tuple(torch.zeros_like(part) for part in (q, k, v))
-    else:
-        library = dense.choose(q, backend)
-        call = _call(q, k, place, scale, deterministic)
-        results = dense.backward(library, dout, q, k, v, out, lse, call)
-    for destination, result in zip((dq, dk, dv), results, strict=True):
+def _gradients_by_reference(given: DenseGradients, *gradients: Tensor) -> None:
+    dout, call, out, lse = given
+    starts = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    results = reference.dense_attention_backward(
+        dout, call.q, call.k, call.v, out, lse, softmax_scale=call.softmax_scale, **starts
+    )
+    for destination, result in zip(gradients, results, strict=True):
         destination.copy_(result)
 
 
-def _starts(place: list[Any]) -> dict[str, Tensor | None]:
-    return {"cu_seqlens_q": place[0], "cu_seqlens_k": place[1]}
-
-
-def _is_empty(q: Tensor, k: Tensor, place: list[Any]) -> bool:
-    return q.numel() == 0 or k.numel() == 0 or (place[0] is not None and place[0].shape[0] == 1)
-
-
-def _call(q: Tensor, k: Tensor, place: list[Any], scale: float, deterministic: bool) -> dense.Call:
-    starts_q, starts_k, longest_q, longest_k = place
-    if starts_q is None:
-        starts_q = places.one_sequence(q.shape[0], q.device)
-    if starts_k is None:
-        starts_k = places.one_sequence(k.shape[0], k.device)
-    return dense.Call(starts_q, starts_k, longest_q, longest_k, scale, deterministic)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts_q, starts_k, *ctx.rest = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, starts_q, starts_k)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    q, k, v, out, lse, *starts = ctx.saved_tensors
+def _backward(
+    call: DenseCall, outputs: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, ...]:
     if dout is None:
         return ()
-    return _GRADIENTS.functional(autograd.unit_last_stride(dout), q, k, v, out, lse, *starts, *ctx.rest)
+    return _GRADIENTS.functional(DenseGradients(autograd.unit_last_stride(dout), call, *outputs))
 
 
-_REST = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
-    "bool deterministic, str backend"
-)
 _OPERATOR = registration.define(
-    "dense_attention", f"Tensor q, Tensor k, Tensor v, {_REST}", ("out", "lse"), allocate_attention, _write
+    "dense_attention",
+    DenseCall,
+    ("out", "lse"),
+    allocate=_allocate,
+    reference=_by_reference,
+    kernels=dense.run,
 )
 _GRADIENTS = registration.define(
     "dense_attention_backward",
-    f"Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_REST}",
+    DenseGradients,
     ("dq", "dk", "dv"),
-    _allocate_gradients,
-    _write_gradients,
+    allocate=_allocate_gradients,
+    reference=_gradients_by_reference,
+    kernels=dense.run_backward,
 )
-autograd.register(_OPERATOR, _setup, _backward)
+autograd.register(_OPERATOR, _backward, constants=(1,))

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from msa_tiles.call import validate
-from msa_tiles.call.attention import attention_tensors, same_rows
+from msa_tiles.call.attention import check_tensors
+from msa_tiles.call.step import check_beside
 from msa_tiles.call.where import Where
 from msa_tiles.library import autograd
 from msa_tiles.ops.index_kl import index_kl
@@ -67,11 +68,10 @@ def msa_attention(
         "q_positions": q_positions,
         "k_offset": k_offset,
     }
-    attention_tensors(q, k, v, Where(*where.values()), block_size)
+    check_tensors(q, k, v, Where(**where), block_size)
     validate.floating("idx_q", idx_q, "[T, Hi, Di]", q, "q")
-    if idx_q.shape[0] != q.shape[0]:
-        validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
-    same_rows(idx_k, k, page_table is not None)
+    validate.floating("idx_k", idx_k, "[Tk, Di]" if page_table is None else "[pages, page, Di]", k, "k")
+    check_beside(idx_q, idx_k, q, k, page_table is not None)
     # What a call without the loss does not need is an argument all the same.
     validate.softmax_scale(index_scale, 1, "index_scale")
     if token_weights is not None:

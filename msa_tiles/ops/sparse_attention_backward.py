@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.call import contents, validate
-from msa_tiles.call.attention import attention_tensors
-from msa_tiles.call.schedule import Schedule, schedule_parts
-from msa_tiles.call.where import ARGUMENTS, Where
-from msa_tiles.launch import backward, lookup, places, shards, workspaces
+from msa_tiles.call import backends, contents, validate
+from msa_tiles.call.attention import Gradients, check_tensors
+from msa_tiles.call.schedule import Schedule, of_call
+from msa_tiles.call.where import Where
+from msa_tiles.call.workspace import workspace_bytes
+from msa_tiles.launch import backward, shards
 from msa_tiles.library import autograd, registration
 
 
@@ -52,8 +50,16 @@ def sparse_attention_backward(
     ``workspace`` bounds the memory of partial results in bytes (default: 1 GiB). ``deterministic`` calls repeat bit for
     bit; None follows ``torch.use_deterministic_algorithms``. `sparse_attention` is differentiable by itself.
     """
-    where = Where(cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    attention_tensors(q, k, v, where, block_size)
+    where = Where(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k=seqused_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        q_positions=q_positions,
+        k_offset=k_offset,
+    )
+    check_tensors(q, k, v, where, block_size)
     total_q, num_q_heads, _ = q.shape
     for name, value in (("dout", dout), ("out", out)):
         validate.floating(name, value, "[T, Hq, D]", q, "q")
@@ -63,54 +69,14 @@ def sparse_attention_backward(
     if dlse is not None:
         validate.float32("dlse", dlse, [total_q, num_q_heads], "[T, Hq]", q, "q")
     validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
-    validate.backend(backend, q.device)
+    backends.check(backend, q.device)
     where.validate(total_q, q, "q", k)
     if check:
         contents.check_where(where, total_q, k)
-        shards.check_offsets(where, block_size, backend, q.device)
+        contents.check_offsets(where, block_size, backend, q.device)
         contents.check_block_indices(block_indices, where, block_size, k)
     return _OPERATOR.functional(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        block_indices,
-        dlse,
-        *where.arguments(),
-        block_size,
-        validate.softmax_scale(softmax_scale, q.shape[2]),
-        *schedule_parts(schedule, block_indices, block_size, where, k.shape[0]),
-        workspaces.workspace_bytes(workspace),
-        autograd.deterministic(deterministic),
-        backend,
-    )
-
-
-def _allocate(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Uninitialised dq, dk and dv."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _write(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    dlse: Tensor | None,
-    *rest: Any,
-) -> None:
-    """Fill dq, dk and dv, the last of the arguments."""
-    place, rest = rest[:8], rest[8:]
-    block_size, scale, edges, tasks, counts, window, workspace_bytes, deterministic, backend, *destinations = rest
-    where = Where(*place)
-    if lookup.runs_reference(backend, q.device):
-        made = (edges, tasks, counts) if edges is not None and q.device.type != "cuda" else None
-        results = reference.sparse_attention_backward(
+        Gradients(
             dout,
             q,
             k,
@@ -118,104 +84,54 @@ def _write(
             out,
             lse,
             block_indices,
-            dlse=dlse,
-            block_size=block_size,
-            softmax_scale=scale,
-            schedule=made,
-            **where.flat_keywords(),
+            dlse,
+            where,
+            of_call(schedule, block_indices, block_size, where, k.shape[0]),
+            block_size,
+            validate.softmax_scale(softmax_scale, q.shape[2]),
+            workspace_bytes(workspace),
+            autograd.deterministic(deterministic),
+            backend,
         )
-        for destination, result in zip(destinations, results, strict=True):
-            destination.copy_(result)
-        return
-    facts = lookup.call_facts(
-        "sparse_attention_backward",
-        where,
-        q.device,
-        lookup.precision(query=q, key_value=k),
-        {"head_dim": q.shape[2], "block_size": block_size, "group": q.shape[1] // k.shape[1]},
-        (dout, q, k, v, out),
-        lookup.broken_rules("sparse_attention_backward", topk=block_indices.shape[2]),
-        queries=q.shape[0],
-        heads=q.shape[1],
-    )
-    longest_k = k.shape[0] if where.max_seqlen_k is None else min(k.shape[0], where.max_seqlen_k)
-    # A missing kernel is refused whatever the sizes are.
-    lookup.find_kernel(facts, backend)
-    if 0 in (q.numel(), k.numel(), block_indices.numel(), where.num_requests, longest_k):
-        for destination in destinations:
-            destination.zero_()
-        return
-    backward.sparse_attention_backward(
-        facts,
-        backend,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        block_indices,
-        dlse,
-        places.place(where, q.shape[0], k.shape[0], block_size, q.device),
-        block_size=block_size,
-        softmax_scale=scale,
-        longest_k=longest_k,
-        schedule=None if edges is None else (edges, tasks, counts, window),
-        workspace_bytes=workspace_bytes,
-        deterministic=deterministic,
-        dq=destinations[0],
-        dk=destinations[1],
-        dv=destinations[2],
     )
 
 
-def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward of ``msa_tiles::sparse_attention`` needs."""
-    q, k, v, block_indices, *rest = inputs
-    place, rest = Where(*rest[:8]), rest[8:]
-    block_size, scale, edges, tasks, counts, window, workspace_bytes, deterministic, backend = rest
-    ctx.save_for_backward(q, k, v, block_indices, *output, edges, tasks, counts, *place.tensors())
-    ctx.bounds = place.max_seqlen_q, place.max_seqlen_k
-    ctx.numbers = block_size, scale
-    ctx.choices = window, workspace_bytes, deterministic, backend
-
-
-def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v."""
-    q, k, v, block_indices, out, lse, edges, tasks, counts, *tensors = ctx.saved_tensors
-    starts_q, starts_k, page_table, seqused_k, q_positions, k_offset = tensors
-    if page_table is not None:
+def gradients(call: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a forward call; paged keys have none."""
+    if call.where.page_table is not None:
         validate.refuse("page_table", "paged keys in a call that is differentiated", "flat keys with cu_seqlens_k")
-    max_seqlen_q, max_seqlen_k = ctx.bounds
-    where = Where(starts_q, starts_k, None, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    dout = torch.zeros_like(out) if dout is None else autograd.unit_last_stride(dout)
-    window, workspace_bytes, deterministic, backend = ctx.choices
-    return _OPERATOR.functional(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        block_indices,
-        dlse,
-        *where.arguments(),
-        *ctx.numbers,
-        edges,
-        tasks,
-        counts,
-        window,
-        workspace_bytes,
-        deterministic,
-        backend,
+    return _OPERATOR.functional(call)
+
+
+def _allocate(call: Gradients) -> tuple[Tensor, ...]:
+    return tuple(part.new_empty(part.shape) for part in (call.q, call.k, call.v))
+
+
+def _by_reference(call: Gradients, *destinations: Tensor) -> None:
+    made = None if call.schedule is None or call.device.type == "cuda" else call.schedule[:3]
+    results = reference.sparse_attention_backward(
+        call.dout,
+        call.q,
+        call.k,
+        call.v,
+        call.out,
+        call.lse,
+        call.block_indices,
+        dlse=call.dlse,
+        block_size=call.block_size,
+        softmax_scale=call.softmax_scale,
+        schedule=made,
+        **call.where.flat_keywords(),
     )
+    for destination, result in zip(destinations, results, strict=True):
+        destination.copy_(result)
 
 
-_SCHEMA = (
-    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor block_indices, Tensor? dlse, "
-    f"{ARGUMENTS}, SymInt block_size, float softmax_scale, Tensor? edges, Tensor? tasks, Tensor? counts, "
-    "SymInt window, SymInt workspace_bytes, bool deterministic, str backend"
-)
 _OPERATOR = registration.define(
-    "sparse_attention_backward", _SCHEMA, ("dq", "dk", "dv"), _allocate, shards.attention_backward(_write)
+    "sparse_attention_backward",
+    Gradients,
+    ("dq", "dk", "dv"),
+    allocate=_allocate,
+    reference=_by_reference,
+    kernels=shards.attention_backward(backward.run),
 )

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
+from msa_tiles.call import attention as calls
 from msa_tiles.call import validate
+from msa_tiles.call.attention import AttentionCall
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
 from msa_tiles.launch import decode, shards
 from msa_tiles.library import registration, remember
-from msa_tiles.ops.sparse_attention import (
-    SCHEMA,
-    Launch,
-    allocate_attention,
-    attention_arguments,
-    prepare_attention,
-    run,
-    run_again,
-    signature,
-    write_attention,
-)
+from msa_tiles.ops.sparse_attention import by_reference, new_results, run, run_again, signature
+from msa_tiles.quant import QuantizedTensor
 
 
 def sparse_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     block_indices: Tensor,
     *,
     cu_seqlens_q: Tensor | None = None,
@@ -61,29 +52,36 @@ def sparse_decode(
     if schedule is not None:
         validate.refuse("schedule", "a Schedule", "None: decoding walks block_indices themselves")
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
-    scales = (q_scale, k_scale, v_scale)
-    call = None
-    if out is not None and not check:
-        call = signature(q, k, v, block_indices, where, block_size, softmax_scale, scales, workspace, out, lse, backend)
-        launch = _SEEN.get(call)
+    given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
+    known = None
+    if out is not None and not check and k_offset is None:
+        known = signature(given, block_size, workspace, out, lse, backend, (softmax_scale,))
+        launch = _SEEN.get(known)
         if launch is not None:
-            return run_again(launch, q, k, v, block_indices, where, workspace, out, lse, return_lse)
-    arguments, scratch = attention_arguments(
-        q, k, v, block_indices, where, check, block_size, softmax_scale, scales, None, workspace, backend
+            return run_again(launch, given, workspace, out, lse, return_lse)
+    call, scratch = calls.validated(
+        given,
+        check=check,
+        block_size=block_size,
+        softmax_scale=softmax_scale,
+        schedule=None,
+        workspace=workspace,
+        deterministic=False,
+        backend=backend,
     )
-    result = run(_OPERATOR, arguments, scratch, q, out, lse, return_lse)
-    if call is not None:
-        _SEEN.keep(call, _PREPARE(*arguments, out))
+    result = run(_OPERATOR, call, scratch, out, lse, return_lse)
+    if known is not None:
+        _SEEN.keep(known, decode.prepare(call))
     return result
 
 
-_SEEN: remember.Remembered[Launch] = remember.Remembered()
-_PREPARE = functools.partial(prepare_attention, "sparse_decode", {"scored_blocks": 0}, decode.prepare)
-_OPERATOR = registration.define(
+_SEEN: remember.Remembered[decode.Launch] = remember.Remembered()
+_OPERATOR: registration.Operator[AttentionCall] = registration.define(
     "sparse_decode",
-    SCHEMA,
+    AttentionCall,
     ("out", "lse"),
-    allocate_attention,
-    shards.attention(functools.partial(write_attention, _PREPARE)),
+    allocate=new_results,
+    reference=by_reference,
+    kernels=shards.attention(decode.run),
     scratch="workspace",
 )

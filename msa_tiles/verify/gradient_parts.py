@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
+from msa_tiles.call import backends
 from msa_tiles.call.where import Where
 from msa_tiles.launch import backward, lookup
 from msa_tiles.runtime import CallFacts
@@ -85,7 +86,7 @@ class GradientRows:
         self.with_dlse = strided
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if lookup.runs_reference(self.backend, self.given.out.device):
+        if backends.runs_reference(self.backend, self.given.out.device):
             return (self._wanted(),)
         facts = _facts("gradient_rows", self.case, self.given.out)
         dlse = self.given.dlse if self.with_dlse else None
@@ -105,7 +106,7 @@ class MergeGradients:
         self.case, self.backend, self.given = case, backend, random_parts(source, case.dims)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if lookup.runs_reference(self.backend, self.given.marks.device):
+        if backends.runs_reference(self.backend, self.given.marks.device):
             return reference.merge_gradients(*self.given)
         facts = _facts("merge_gradients", self.case, self.given.partial_dq)
         given = self.given._replace(sums=self.given.sums.clone())
@@ -121,7 +122,7 @@ class MergeGradients:
 
 
 def _facts(op: str, case: Case, tensor: Tensor) -> CallFacts:
-    return lookup.call_facts(op, Where.of(), tensor.device, "bf16", dict(case.point), queries=tensor.shape[0])
+    return lookup.call_facts(op, Where(), tensor.device, "bf16", dict(case.point), queries=tensor.shape[0])
 
 
 CHECKS: dict[str, Any] = {"gradient_rows": GradientRows, "merge_gradients": MergeGradients}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
+from msa_tiles.call import backends
 from msa_tiles.call.where import Where
 from msa_tiles.launch import attention, lookup, places
 from msa_tiles.verify import compare
@@ -17,7 +18,6 @@ from msa_tiles.verify.cases import Case
 from msa_tiles.verify.inputs import Source, spread
 
 _NAMES = ("rest", "rest_counts", "shared", "shared_counts", "last_rows")
-_NOWHERE = {"page_table": None, "seqused_k": None, "q_positions": None, "k_offset": None}
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class SplitSelection:
         self.backend = backend
 
     def call(self) -> tuple[Tensor, ...]:
-        where, device, total_q = Where(**{**_NOWHERE, **self.where}), self.ids.device, self.ids.shape[1]
+        where, device, total_q = Where(**self.where), self.ids.device, self.ids.shape[1]
         variant = {"block_size": self.block_size, "tile_tokens": self.tile_tokens}
         facts = lookup.call_facts("split_selection", where, device, "bf16", variant, queries=total_q)
         at = places.place(where, total_q, self.total_k, self.block_size, device)
@@ -64,8 +64,8 @@ class SplitSelection:
         return attention.split_selection(facts, self.backend, self.ids, at, **sizes)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        nothing = self.ids.numel() == 0 or Where(**{**_NOWHERE, **self.where}).num_requests == 0
-        if nothing or lookup.runs_reference(self.backend, self.ids.device):
+        nothing = self.ids.numel() == 0 or Where(**self.where).num_requests == 0
+        if nothing or backends.runs_reference(self.backend, self.ids.device):
             return self._wanted()
         return defined_parts(self.call())
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
+from msa_tiles.call import backends
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, kl, lookup, places
+from msa_tiles.launch import kl, lookup, places, schedules
 from msa_tiles.runtime import CallFacts
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.inputs import Lengths, Source, spread
 
-_NOWHERE = {"page_table": None, "seqused_k": None, "q_positions": None, "k_offset": None}
 TOKEN_MAJOR = (1, 0, 2)
 
 
@@ -68,7 +68,7 @@ class IndexGradients:
         self.given = random_parts(source, case.dims, self.lengths, heads)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if lookup.runs_reference(self.backend, self.given.present.device):
+        if backends.runs_reference(self.backend, self.given.present.device):
             return reference.index_gradients(*self.given)
         facts = _facts("index_gradients", self.case, self.given.present.device)
         partial_dq, dk = self.given.partial_dq, self.given.dk.clone()
@@ -104,26 +104,21 @@ class IndexLse:
             self.where["q_positions"] = source.positions(lengths)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        where, device, block_size = Where(**{**_NOWHERE, **self.where}), self.ids.device, self.case.dims["block_size"]
+        where, device, block_size = Where(**self.where), self.ids.device, self.case.dims["block_size"]
         total_q, topk = self.ids.shape[1:]
         nothing = self.ids.numel() == 0 or self.idx_k.numel() == 0 or where.num_requests == 0
-        if lookup.runs_reference(self.backend, device) or nothing:
+        if backends.runs_reference(self.backend, device) or nothing:
             return (self._wanted(),)
         facts = _facts("index_lse", self.case, device)
         at = places.place(where, total_q, self.idx_k.shape[0], block_size, device)
         window = max(total_q // 2, 1)
-        made = attention.allocate_schedule(
+        made = schedules.allocate(
             self.ids, num_requests=where.num_requests, max_seqlen_k=None, block_size=block_size, window=window
         )
-        edges, tasks, counts = made
-        attention.build_schedule(
-            facts, self.ids, at, block_size=block_size, window=window, edges=edges, tasks=tasks, counts=counts
-        )
+        schedules.build(schedules.find(facts, "auto", block_size), self.ids, at, made)
         kernel = kl.kernel(facts, self.backend, "index_lse", dict(self.case.point))
-        schedule = kl.WindowSchedule(*made, window)
         scale = self.idx_q.shape[2] ** -0.5
-        windows = made[0].shape[0]
-        lse = kl.edge_lse(kernel, self.idx_q, self.idx_k, schedule, topk, scale, range(windows))
+        lse = kl.edge_lse(kernel, self.idx_q, self.idx_k, made, topk, scale, range(len(made.edges)))
         return (lse,)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
@@ -136,7 +131,7 @@ class IndexLse:
 
 
 def _facts(op: str, case: Case, device: torch.device) -> CallFacts:
-    where = Where(*[None] * 8)
+    where = Where()
     return lookup.call_facts(op, where, device, "bf16", dict(case.point), queries=case.dims["total_q"])
 
 

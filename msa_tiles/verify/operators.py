@@ -396,7 +396,7 @@ class BuildSchedule:
         self.backend = backend
 
     def call(self) -> Schedule:
-        return build_on(self.backend, self.ids, Where.of(**self.lengths.keywords()), self.block_size)
+        return build_on(self.backend, self.ids, Where(**self.lengths.keywords()), self.block_size)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         return schedules.defined_parts(self.call())

@@ -12,7 +12,7 @@ from gpu_calls import Calls, Named
 from torch import Tensor
 
 from msa_tiles import ops, reference, runtime
-from msa_tiles.launch import attention
+from msa_tiles.launch import windows
 from msa_tiles.library import remember
 
 pytestmark = pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_each_call_of_a_graph_sees_what_was_written_just_before(
     monkeypatch: pytest.MonkeyPatch, named: Named, rounds: int
 ) -> None:
     """shared_attention reads what the kernels before sparse_attention wrote before it waits for that one."""
-    monkeypatch.setattr(attention, "choose_rounds", lambda *_: (4 // rounds, 200))
+    monkeypatch.setattr(windows, "choose_rounds", lambda *_: (4 // rounds, 200))
     prompts, static = [Prompt.random(seed) for seed in range(6)], Prompt.random(9)
     alone = []
     for prompt in prompts:
@@ -181,7 +181,7 @@ def test_heads_that_take_turns_give_the_same_answer(monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     results = []
     for choice in ((4, 200), (2, 1000), (1, 232)):
-        monkeypatch.setattr(attention, "choose_rounds", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(windows, "choose_rounds", lambda *_, choice=choice: choice)
         results.append(prompt.attend(named.backend))
     torch.testing.assert_close(results[0].float(), wanted, atol=0.02, rtol=0.02)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -218,7 +218,7 @@ def test_six_heads_that_take_turns_in_storage_with_gaps(
     first = None
     for choice in ((6, 200), (3, 1600), (2, 64), (1, 512)):
         choose = Mock(return_value=choice)
-        monkeypatch.setattr(attention, "choose_rounds", choose)
+        monkeypatch.setattr(windows, "choose_rounds", choose)
         remember.forget_all()
         rows = torch.full((total, heads * group * 128 + 8), torch.nan, device="cuda").bfloat16()
         out = rows[:, :-8].unflatten(-1, (heads * group, 128))

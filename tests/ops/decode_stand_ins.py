@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from msa_tiles import paths, reference, runtime
-from msa_tiles.launch import decode, lookup
+from msa_tiles.call import backends
+from msa_tiles.launch import decode
 
 SMS = 4
 LOG2_E = math.log2(math.e)
@@ -142,7 +143,7 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
         return kernel
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(decode, "num_sms", lambda index: SMS)
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
     return seen

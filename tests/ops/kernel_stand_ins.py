@@ -6,8 +6,9 @@ import types
 
 import pytest
 
-from msa_tiles import launch, reference
-from msa_tiles.launch import lookup, places
+from msa_tiles import reference
+from msa_tiles.call import backends
+from msa_tiles.launch import attention, lookup, operands, places, schedules
 
 
 def where_of(at: places.Place, block_size: int, pages_per_block: int = 0):
@@ -71,55 +72,68 @@ def select_blocks(
     out.copy_(reference.select_blocks(idx_q, idx_k, out.shape[2], num_kv_heads=heads, order=order, **names, **where))
 
 
-class Attention(types.ModuleType):
-    """Stands in for the module of the attention kernels."""
+def combine(variant, partial_out, partial_lse, out, lse):
+    result = reference.combine(partial_out, partial_lse)
+    out.copy_(result[0])
+    lse.copy_(result[1])
 
-    def build_schedule(self, facts, ids, at, *, block_size, window, backend, **parts):
-        made = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
-        for name, part in zip(("edges", "tasks", "counts"), made, strict=True):
-            parts[name].copy_(part)
 
-    def prepare(
-        self, facts, backend, q, ids, *, num_requests, block_size, softmax_scale, longest_k, schedule_window,
-        workspace_bytes, out,
-    ):  # fmt: skip
-        def launch(q, k, v, ids, where, schedule, workspace, out, lse):
-            at = places.place(where, q.shape[0], k.shape[0], block_size, q.device)
+class Attention:
+    """Stands in for how the kernels of attention are found and launched."""
+
+    seen = None
+
+    def build(self, block_size, ids, at, made):
+        parts = reference.build_schedule(ids, block_size=block_size, **where_of(at, block_size))
+        for destination, part in zip(made[:3], parts, strict=True):
+            destination.copy_(part)
+
+    def find(self, facts, call, out):
+        block_size, longest_k = call.block_size, operands.longest_k(call.operands)
+        num_requests, scale, workspace_bytes = (
+            call.operands.where.num_requests,
+            call.softmax_scale,
+            call.workspace_bytes,
+        )
+
+        def launch(given, workspace, out, lse):
+            at = places.place(given.where, given.q.shape[0], given.k.shape[0], block_size, given.q.device)
             assert len(at.cu_seqlens_q) == num_requests + 1
             assert (at.seqused_k if at.use_seqused else at.cu_seqlens_k.diff()).max() <= longest_k
             where = where_of(at, block_size, facts.variant["pages_per_block"])
-            parameters = {"block_size": block_size, "softmax_scale": softmax_scale, "schedule": schedule}
-            result = reference.sparse_attention(q, k, v, ids, **parameters, **where)
+            made = given.schedule
+            parameters = {
+                "block_size": block_size,
+                "softmax_scale": scale,
+                "schedule": None if made is None else made[:3],
+            }
+            result = reference.sparse_attention(given.q, given.k, given.v, given.block_indices, **parameters, **where)
             out.copy_(result[0])
             lse.copy_(result[1])
-            self.seen = (facts, schedule, schedule_window, workspace, workspace_bytes)
+            self.seen = (facts, made, workspace, workspace_bytes)
 
-        self.found = facts
         return launch
 
-    def combine(self, facts, backend, partial_out, partial_lse, *, out, lse):
-        result = reference.combine(partial_out, partial_lse)
-        out.copy_(result[0])
-        lse.copy_(result[1])
-        self.seen = facts
 
-
-STAND_INS = {"index_score": index_score, "topk_select": topk_select, "select_blocks": select_blocks}
+STAND_INS = {
+    "index_score": index_score, "topk_select": topk_select, "select_blocks": select_blocks, "combine": combine
+}  # fmt: skip
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Route CPU tensors to the stand-ins; what they were found by."""
     found = []
-    attention = Attention("attention")
+    made = Attention()
 
     def find_kernel(facts, backend):
         found.append((facts, backend))
         stand_in = STAND_INS.get(facts.op)
         return lambda *args: stand_in(facts.variant, *args)
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(lookup, "find_kernel", find_kernel)
-    for name in ("build_schedule", "prepare", "combine"):
-        monkeypatch.setattr(launch.attention, name, getattr(attention, name))
-    return types.SimpleNamespace(found=found, attention=attention)
+    monkeypatch.setattr(attention, "find", lambda *call: made.find(*call))
+    monkeypatch.setattr(schedules, "find", lambda facts, backend, block_size: block_size)
+    monkeypatch.setattr(schedules, "build", lambda *parts: made.build(*parts))
+    return types.SimpleNamespace(found=found, attention=made)

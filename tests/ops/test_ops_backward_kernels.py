@@ -7,8 +7,10 @@ import types
 import pytest
 import torch
 
+from msa_tiles.call.attention import Gradients
+from msa_tiles.call.where import Where
 from msa_tiles.launch import backward
-from msa_tiles.launch.attention import CHUNK
+from msa_tiles.launch.windows import CHUNK
 
 BLOCK = 64
 
@@ -60,9 +62,7 @@ def test_a_workspace_that_holds_no_query_is_refused(monkeypatch):
     # Four heads of 64 in BF16 and two marks; two heads' share of 64 rows of dK and dV in float32.
     wanted = 4 * 64 * 2 + 2 * 4 + 2 * 2 * 64 * 64 * 4 // (CHUNK * backward.TASKS)
     facts = types.SimpleNamespace(op="sparse_attention_backward", variant={})
-    numbers = {"block_size": 64, "softmax_scale": 1.0, "longest_k": 5, "schedule": None, "deterministic": False}
+    call = Gradients(q, q, k, k, q, lse, ids, None, Where(), None, 64, 1.0, wanted - 1, False, "auto")
     message = f"workspace: got {wanted - 1} bytes; wanted at least {wanted} for a window of one query"
     with pytest.raises(ValueError, match=message):
-        backward.sparse_attention_backward(
-            facts, "auto", q, q, k, k, q, lse, ids, None, None, **numbers, workspace_bytes=wanted - 1, dq=q, dk=k, dv=k
-        )
+        backward.launch(facts, call, None, 5, q, k, k)

@@ -18,8 +18,9 @@ import tvm_ffi
 from torch import Tensor
 
 from msa_tiles import ops, runtime
+from msa_tiles.call import backends
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, lookup, places
+from msa_tiles.launch import attention, lookup, places, windows, workspaces
 from msa_tiles.quant import FP8
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
@@ -105,7 +106,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, target: str) -> list[str]:
 
         return kernel
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
@@ -284,16 +285,16 @@ def test_sparse_attention(launched: list[str], place: Callable[..., dict], make:
     few = integers(2, 130, 1)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     ops.sparse_attention(make(130, 32, 128), k, k, few, workspace=workspace, **where)
-    windows = -(-130 // attention.window_for(130, (1 << 20) // attention.bytes_per_query(1, 32, 128)))
+    number = -(-130 // windows.window_for(130, (1 << 20) // workspaces.partial_bytes(1, 32, 128)))
     window = ["sparse_attention", "combine"]
-    assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * windows]
+    assert launched == [*["build_schedule", *window] * 2, "build_schedule", *window * number]
 
 
 @pytest.mark.parametrize("place", [flat, packed, paged])
 def test_split_selection(launched: list[str], place: Callable[..., dict]) -> None:
     """A part of sparse_attention, which no GPU serves here: as it calls it."""
     given = place(normal, 2, 128)
-    where = Where.of(**{name: value for name, value in given.items() if name != "keys"})
+    where = Where(**{name: value for name, value in given.items() if name != "keys"})
     wide = torch.zeros(130, 5, 2, dtype=torch.int32).permute(2, 0, 1)
     for tile_tokens, ids in ((4, integers(2, 130, 16)), (8, wide), (8, integers(1, 130, 1))):
         variant = {"block_size": 128, "tile_tokens": tile_tokens}
@@ -308,7 +309,7 @@ def test_split_selection(launched: list[str], place: Callable[..., dict]) -> Non
 def test_hybrid_attention(
     launched: list[str], monkeypatch: pytest.MonkeyPatch, place: Callable[..., dict], make: Callable[..., Tensor]
 ) -> None:
-    monkeypatch.setattr(attention, "_serves", lambda _facts, _backend, op: op == "shared_attention")
+    monkeypatch.setattr(lookup, "part_serves", lambda _facts, _backend, op, *_: op == "shared_attention")
     where = place(make, 2, 128)
     k = where.pop("keys")
     ids = integers(2, 130, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
@@ -12,6 +11,7 @@ from ops.decode_stand_ins import SMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from msa_tiles import ops
+from msa_tiles.call import step
 from msa_tiles.call.where import Where
 from msa_tiles.launch import decode, places
 from msa_tiles.launch.decode import choose_splits
@@ -318,14 +318,13 @@ class TestRememberedSteps:
 
     @pytest.fixture
     def validated(self, monkeypatch):
-        module = importlib.import_module("msa_tiles.ops.msa_decode")
-        calls, validate = [], module.score_arguments
+        calls, validate = [], step.validated
 
-        def counted(*arguments):
+        def counted(*arguments, **options):
             calls.append(arguments)
-            return validate(*arguments)
+            return validate(*arguments, **options)
 
-        monkeypatch.setattr(module, "score_arguments", counted)
+        monkeypatch.setattr(step, "validated", counted)
         return calls
 
     def test_the_second_call_gives_what_the_first_gave(self, decode_kernels, validated):

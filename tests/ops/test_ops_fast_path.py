@@ -34,7 +34,6 @@ def ways(monkeypatch):
         pair = module_of(op)._OPERATOR
         spied = dataclasses.replace(
             pair,
-            compute=noted("fast", pair.compute),
             write=noted("fast", pair.write),
             registered_functional=noted("registered", pair.registered_functional),
             registered_mutating=noted("registered", pair.registered_mutating),
@@ -47,21 +46,21 @@ def merge(**change):
     return ops.combine(**call("combine") | change)
 
 
-def outputs(op, arguments):
-    """Poisoned buffers for the arguments of a functional operator, and the scratch tensor where there is one."""
+def outputs(op, made):
+    """Poisoned buffers for a call of a functional operator, and the scratch tensor where there is one."""
     pair = module_of(op)._OPERATOR
-    results = pair.registered_functional(*arguments)
+    results = pair.registered_functional(*pair.layout.flatten(made))
     results = results if isinstance(results, tuple) else (results,)
     made = [torch.full_like(result, 77) for result in results]
     return results, [*made, *([torch.zeros(64, dtype=torch.uint8)] * (pair.mutated - len(made)))]
 
 
-def operator_arguments(op, monkeypatch):
+def operator_call(op, monkeypatch):
     """What the public call hands to its operator."""
     seen = []
     pair = module_of(op)._OPERATOR
     with monkeypatch.context() as patch:
-        note = dataclasses.replace(pair, compute=lambda *a: seen.append(a) or pair.compute(*a))
+        note = dataclasses.replace(pair, allocate=lambda made: seen.append(made) or pair.allocate(made))
         patch.setattr(module_of(op), "_OPERATOR", note)
         OPERATORS[op](**call(op))
     return seen[0]
@@ -69,14 +68,14 @@ def operator_arguments(op, monkeypatch):
 
 @pytest.mark.parametrize("op", EVERY_OPERATOR)
 def test_both_ways_give_the_same(op, monkeypatch):
-    pair, arguments = module_of(op)._OPERATOR, operator_arguments(op, monkeypatch)
-    wanted, fast = outputs(op, arguments)
-    found = pair.functional(*arguments)
+    pair, made = module_of(op)._OPERATOR, operator_call(op, monkeypatch)
+    wanted, fast = outputs(op, made)
+    found = pair.functional(made)
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(found if isinstance(found, tuple) else (found,), wanted, **exact)
-    _, registered = outputs(op, arguments)
-    assert pair.mutating(*arguments, *fast) is None
-    assert pair.registered_mutating(*arguments, *registered) is None
+    _, registered = outputs(op, made)
+    assert pair.mutating(made, *fast) is None
+    assert pair.registered_mutating(*pair.layout.flatten(made), *registered) is None
     torch.testing.assert_close(fast, registered, **exact)
     torch.testing.assert_close(tuple(fast[: len(wanted)]), wanted, **exact)
 
@@ -251,11 +250,15 @@ def test_jit_traces_hold_the_operator():
 @pytest.mark.parametrize("way", ["fast", "registered"])
 @pytest.mark.parametrize("op", EVERY_OPERATOR)
 def test_versions_of_mutated_buffers_rise(op, way, monkeypatch):
-    pair, arguments = module_of(op)._OPERATOR, operator_arguments(op, monkeypatch)
-    _, buffers = outputs(op, arguments)
-    given = [value for value in arguments if isinstance(value, torch.Tensor)]
+    pair, made = module_of(op)._OPERATOR, operator_call(op, monkeypatch)
+    _, buffers = outputs(op, made)
+    flat = pair.layout.flatten(made)
+    given = [value for value in flat if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in buffers + given]
-    (pair.mutating if way == "fast" else pair.registered_mutating)(*arguments, *buffers)
+    if way == "fast":
+        pair.mutating(made, *buffers)
+    else:
+        pair.registered_mutating(*flat, *buffers)
     after = [tensor._version for tensor in buffers + given]
     risen = [later > earlier for earlier, later in zip(before, after, strict=True)]
     assert risen == [True] * len(buffers) + [False] * len(given)

@@ -13,8 +13,9 @@ from ops.calls import BLOCK, EVERY_OPERATOR, OPERATORS, call, tensors
 from ops.kernel_stand_ins import STAND_INS
 
 from msa_tiles import ops
+from msa_tiles.call import backends
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, lookup, places
+from msa_tiles.launch import lookup, places, windows
 from msa_tiles.runtime.registry import default_registry
 
 
@@ -57,7 +58,7 @@ def test_lengths_of_operators_without_keys(where, kernels):
     wanted = ops.topk_select(**arguments, backend="reference")
     assert torch.equal(ops.topk_select(**arguments), wanted)
     starts = tensors()["cu_seqlens_q"]
-    given = Where(starts, None, None, where.get("seqused_k"), None, None, None, None)
+    given = Where(starts, seqused_k=where.get("seqused_k"))
     at = places.place(given, 11, None, BLOCK, starts.device)
     assert at.cu_seqlens_q.tolist() == [0, 5, 5, 11]
     assert at.cu_seqlens_k.tolist() == ([0, 9, 9, 29] if where else [0, 5, 5, 11])
@@ -141,7 +142,7 @@ def test_a_schedule_belongs_to_its_page_table(kernels):
 def test_a_page_table_too_large_for_virtual_rows_is_refused(kernels):
     table = torch.zeros(3, 1, dtype=torch.int32).expand(3, 1 << 26)
     used = torch.tensor([9, 0, 20], dtype=torch.int32)
-    given = Where(tensors()["cu_seqlens_q"], None, table, used, None, None, None, None)
+    given = Where(tensors()["cu_seqlens_q"], page_table=table, seqused_k=used)
     (sentence,) = lookup.oversized_table(given, BLOCK)
     assert "virtual rows" in sentence and "2**31" in sentence
     assert lookup.oversized_table(given, 1) == ()
@@ -159,20 +160,20 @@ def test_rules_of_the_specs_become_refusals(kernels):
 def test_attention_gets_schedule_and_workspace(kernels):
     arguments = call("sparse_attention")
     ops.sparse_attention(**arguments)
-    facts, schedule, _, workspace, size = kernels.attention.seen
+    facts, schedule, workspace, size = kernels.attention.seen
     assert facts.variant == {"head_dim": 16, "block_size": BLOCK, "group": 2, "pages_per_block": 0}
     assert schedule is None and workspace is None and size == 1 << 30
     scratch, made = torch.empty(128, dtype=torch.uint8), ops.build_schedule(**call("build_schedule"))
     found = ops.sparse_attention(**arguments, schedule=made, workspace=scratch)
-    _, schedule, window, workspace, size = kernels.attention.seen
+    _, schedule, workspace, size = kernels.attention.seen
     assert workspace.data_ptr() == scratch.data_ptr() and size == 128
-    assert torch.equal(schedule[0], made.edges) and window == made.window
+    assert torch.equal(schedule.edges, made.edges) and schedule.window == made.window
     torch.testing.assert_close(found, ops.sparse_attention(**arguments, backend="reference"), rtol=0, atol=0)
 
 
 def test_calls_that_hold_no_key_launch_nothing(kernels, monkeypatch):
     """Said by the bound on lengths, or by a page table of no columns: there may be rows of keys all the same."""
-    monkeypatch.setattr(kernels.attention, "prepare", None)
+    monkeypatch.setattr(kernels.attention, "find", None)
     lengths = {"cu_seqlens_k": torch.zeros(4, dtype=torch.int32), "max_seqlen_k": 0}
     pages = {"cu_seqlens_k": None, "page_table": torch.zeros(3, 0, dtype=torch.int32)}
     pages |= {"seqused_k": torch.zeros(3, dtype=torch.int32)}
@@ -188,7 +189,8 @@ def test_combine_on_kernels(kernels):
     arguments = call("combine", torch.bfloat16)
     found = ops.combine(**arguments)
     torch.testing.assert_close(found, ops.combine(**arguments, backend="reference"), rtol=0, atol=0)
-    assert kernels.attention.seen.variant == {"head_dim": 16} and kernels.attention.seen.precision == "bf16"
+    ((facts, _),) = kernels.found
+    assert facts.variant == {"head_dim": 16} and facts.precision == "bf16"
 
 
 def test_empty_calls_launch_nothing(kernels, monkeypatch):
@@ -202,8 +204,8 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
         return refuse
 
     monkeypatch.setattr(lookup, "find_kernel", find_kernel)
-    for name in ("prepare", "combine", "build_schedule"):
-        monkeypatch.setattr(kernels.attention, name, refuse, raising=False)
+    for name in ("find", "build"):
+        monkeypatch.setattr(kernels.attention, name, refuse)
     data = tensors()
     ids = torch.zeros(2, 11, 3, dtype=torch.int32)
     none = {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32), "cu_seqlens_k": torch.zeros(1, dtype=torch.int32)}
@@ -225,7 +227,7 @@ def test_empty_calls_launch_nothing(kernels, monkeypatch):
 
 
 def test_one_sequence_is_made_on_the_device():
-    where = Where(None, None, None, None, None, None, None, None)
+    where = Where()
     at = places.place(where, 7, 300, BLOCK, torch.device("cpu"))
     assert (at.cu_seqlens_q.tolist(), at.cu_seqlens_k.tolist(), at.use_seqused) == ([0, 7], [0, 300], 0)
     assert at.seqused_k is at.cu_seqlens_k and at.cu_seqlens_q.dtype == torch.int32
@@ -234,28 +236,24 @@ def test_one_sequence_is_made_on_the_device():
 def test_schedules_have_room_for_what_the_kernels_write():
     """The launcher sizes buffers and windows without asking the kernels: its numbers must be theirs."""
     cells = {cell.op: cell for cell in default_registry().select(precision="bf16", dsl="tilelang", target="sm90")}
-    assert cells["build_schedule"].entry["tile"]["chunk"] == attention.CHUNK
+    assert cells["build_schedule"].entry["tile"]["chunk"] == windows.CHUNK
     variants = cells["sparse_attention"].variants
-    assert max(variants["group"]) == attention.LARGEST_GROUP
-    assert max(variants["head_dim"]) == attention.LARGEST_HEAD_DIM
+    assert max(variants["group"]) == windows.LARGEST_GROUP
+    assert max(variants["head_dim"]) == windows.LARGEST_HEAD_DIM
 
 
 class SeenError(Exception):
     """Carries the refusals of a call's facts."""
 
 
-# A schedule is made where its ids are, by the reference only on the CPU.
-LAUNCHED = [op for op in EVERY_OPERATOR if op != "build_schedule"]
-
-
-@pytest.mark.parametrize("op", [*LAUNCHED, "index_kl", "sparse_attention_backward"])
+@pytest.mark.parametrize("op", [*EVERY_OPERATOR, "index_kl", "sparse_attention_backward"])
 def test_more_heads_than_an_axis_of_a_grid_holds_are_refused(op, monkeypatch):
     made = (call if op in OPERATORS else training_calls.call)(op)
 
     def facts(*arguments):
         raise SeenError(*arguments[5])
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: False)
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: False)
     monkeypatch.setattr(lookup, "CallFacts", facts)
     with pytest.raises(SeenError) as caught:
         getattr(ops, op)(**made)

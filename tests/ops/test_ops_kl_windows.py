@@ -7,8 +7,9 @@ import types
 import pytest
 import torch
 
+from msa_tiles.call.kl import Divergence
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, kl, places
+from msa_tiles.launch import kl, places, schedules
 
 
 @pytest.mark.parametrize(
@@ -35,19 +36,18 @@ def bfloat16_by_default():
 def test_kernels_get_their_dtypes_whatever_the_default_is(monkeypatch, bfloat16_by_default) -> None:
     launched = {}
     monkeypatch.setattr(kl, "kernel", lambda facts, backend, op, variant: lambda *given: launched.update({op: given}))
-    monkeypatch.setattr(attention, "build_schedule", lambda *given, **parts: None)
+    monkeypatch.setattr(schedules, "find", lambda *call: None)
+    monkeypatch.setattr(schedules, "build", lambda *parts: None)
     chip = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     q, k, idx_q, idx_k = torch.zeros(5, 4, 64), torch.zeros(5, 2, 64), torch.zeros(5, 2, 64), torch.zeros(5, 64)
     floats = {"loss": (), "d_idx_q": (5, 2, 64), "d_idx_k": (5, 64)}
     outputs = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in floats.items()}
     lse, ids = torch.zeros(5, 4, dtype=torch.float32), torch.zeros(2, 5, 3, dtype=torch.int32)
-    at = places.place(Where.of(), 5, 5, 64, q.device)
-    kl.index_kl(
-        types.SimpleNamespace(op="index_kl", variant={}), "auto", q, k, lse, idx_q, idx_k, ids, at, block_size=64,
-        softmax_scale=1.0, index_scale=1.0, token_weights=None, longest_k=5, schedule=None, workspace_bytes=1 << 30,
-        deterministic=False, **outputs,
-    )  # fmt: skip
+    where = Where()
+    at = places.place(where, 5, 5, 64, q.device)
+    call = Divergence(q, k, lse, idx_q, idx_k, ids, where, None, None, 64, 1.0, 1.0, 1 << 30, True, False, "auto")
+    kl.launch(types.SimpleNamespace(op="index_kl", variant={}), call, at, 5, **outputs)
     assert set(launched) == {"index_lse", "index_kl", "index_gradients"}
     given = [
         tensor for tensor in launched["index_kl"] if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()

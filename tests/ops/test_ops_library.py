@@ -34,13 +34,13 @@ def recorded(monkeypatch, arguments_of):
         module = sys.modules[f"msa_tiles.ops.{name}"]
         pair = module._OPERATOR
 
-        def functional(*args, name=name, pair=pair):
-            seen.append((f"{name}", args))
-            return pair.functional(*args)
+        def functional(made, name=name, pair=pair):
+            seen.append((f"{name}", pair.layout.flatten(made)))
+            return pair.functional(made)
 
-        def mutating(*args, name=name, pair=pair):
-            seen.append((f"{name}_out", args))
-            return pair.mutating(*args)
+        def mutating(made, *outputs, name=name, pair=pair):
+            seen.append((f"{name}_out", (*pair.layout.flatten(made), *outputs)))
+            return pair.mutating(made, *outputs)
 
         monkeypatch.setattr(module, "_OPERATOR", types.SimpleNamespace(functional=functional, mutating=mutating))
     for op, arguments in arguments_of:

@@ -12,13 +12,15 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ops.calls import BLOCK
-from ops.kernel_stand_ins import where_of
+from ops.kernel_stand_ins import Attention, where_of
 from ops.test_ops_training import gradients, module, same
 from ops.training_calls import call, place, tensors
 from reference.batches import batches, selections
 
 from msa_tiles import ops, reference
-from msa_tiles.launch import backward, dense, kl, lookup, workspaces
+from msa_tiles.call import backends
+from msa_tiles.call.workspace import WORKSPACE_BYTES
+from msa_tiles.launch import attention, backward, dense, kl, lookup, schedules
 from msa_tiles.runtime import NoKernelError
 
 RANDOM = settings(
@@ -32,26 +34,20 @@ class StandIns:
     def __init__(self):
         self.facts, self.options = [], []
 
-    def sparse_attention_backward(
-        self, facts, backend, dout, q, k, v, out, lse, ids, dlse, at, *, block_size, softmax_scale, longest_k, schedule,
-        workspace_bytes, deterministic, dq, dk, dv,
-    ):  # fmt: skip
-        self.options.append((longest_k, schedule is not None, workspace_bytes, deterministic))
+    def backward(self, facts, call, at, longest_k, dq, dk, dv):
+        self.options.append((longest_k, call.schedule is not None, call.workspace_bytes, call.deterministic))
         results = reference.sparse_attention_backward(
-            dout, q, k, v, out, lse, ids, dlse=dlse, block_size=block_size, softmax_scale=softmax_scale,
-            **where_of(at, block_size),
+            *call[:7], dlse=call.dlse, block_size=call.block_size, softmax_scale=call.softmax_scale,
+            **where_of(at, call.block_size),
         )  # fmt: skip
         for destination, result in zip((dq, dk, dv), results, strict=True):
             destination.copy_(result)
 
-    def index_kl(
-        self, facts, backend, q, k, lse, idx_q, idx_k, ids, at, *, block_size, softmax_scale, index_scale,
-        token_weights, longest_k, schedule, workspace_bytes, deterministic, loss, d_idx_q, d_idx_k,
-    ):  # fmt: skip
-        self.options.append((longest_k, schedule is not None, workspace_bytes, deterministic))
+    def kl(self, facts, call, at, longest_k, loss, d_idx_q, d_idx_k):
+        self.options.append((longest_k, call.schedule is not None, call.workspace_bytes, call.deterministic))
         results = reference.index_kl(
-            q, k, lse, idx_q, idx_k, ids, block_size=block_size, softmax_scale=softmax_scale, index_scale=index_scale,
-            token_weights=token_weights, gradients=d_idx_q is not None, **where_of(at, block_size),
+            *call[:6], block_size=call.block_size, softmax_scale=call.softmax_scale, index_scale=call.index_scale,
+            token_weights=call.token_weights, gradients=d_idx_q is not None, **where_of(at, call.block_size),
         )  # fmt: skip
         for destination, result in zip((loss, d_idx_q, d_idx_k), results, strict=True):
             assert (destination is None) == (result is None)
@@ -66,10 +62,12 @@ def kernels(monkeypatch):
     def find_kernel(facts, backend):
         made.facts.append(facts)
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(lookup, "find_kernel", find_kernel)
-    monkeypatch.setattr(backward, "sparse_attention_backward", made.sparse_attention_backward)
-    monkeypatch.setattr(kl, "index_kl", made.index_kl)
+    monkeypatch.setattr(backward, "launch", made.backward)
+    monkeypatch.setattr(kl, "launch", made.kl)
+    monkeypatch.setattr(schedules, "find", lambda facts, backend, block_size: block_size)
+    monkeypatch.setattr(schedules, "build", Attention().build)
     return made
 
 
@@ -92,7 +90,7 @@ def test_facts_and_options(kernels):
     assert [facts.variant for facts in kernels.facts[2:]] == [expected | {"prefix": prefix} for prefix in (0, 1)]
     # Four values of two bytes: rows of the index branch begin at odd places for the widest loads.
     assert kernels.facts[2].features == {"strided_unaligned"}
-    default = workspaces.WORKSPACE_BYTES
+    default = WORKSPACE_BYTES
     assert kernels.options == [(23, False, default, False)] + [(14, True, 99, True)] * 2 + [(23, False, default, False)]
 
 
@@ -131,7 +129,7 @@ def test_gradients_through_kernels_are_those_of_the_reference(kernels, monkeypat
     data = tensors()
     options = {"block_size": 4, **place(9, 0, 14)}
     ids = ops.select_blocks(data["idx_q"], data["idx_k"], 2, backend="reference", **options)
-    monkeypatch.setattr(module("sparse_attention"), "_WRITE", forward_by_reference)
+    monkeypatch.setattr(attention, "prepare", forward_by_reference)
 
     def loss(q, k, v, idx_q, idx_k, backend="auto"):
         out, lse = ops.sparse_attention(q, k, v, ids, return_lse=True, backend=backend, **options)
@@ -146,12 +144,8 @@ def test_gradients_through_kernels_are_those_of_the_reference(kernels, monkeypat
     assert len(kernels.options) == 3
 
 
-def forward_by_reference(q, k, v, ids, *rest):
-    block_size, scale, *_, out, lse = rest[8:]
-    where = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), rest[:2], strict=True))
-    result = reference.sparse_attention(q, k, v, ids, block_size=block_size, softmax_scale=scale, **where)
-    out.copy_(result[0])
-    lse.copy_(result[1])
+def forward_by_reference(made, _out):
+    return lambda given, workspace, out, lse: module("sparse_attention").by_reference(made, out, lse)
 
 
 @RANDOM
@@ -267,7 +261,7 @@ def library(request, monkeypatch):
         made.deterministic.append(torch.are_deterministic_algorithms_enabled())
         return made.backward(dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, scale)
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(dense, "_refusal", lambda name, q: None if name == request.param else "it is absent")
     monkeypatch.setattr(dense, "_fa4", lambda: (fa4_forward, fa4_backward))
     aten = types.SimpleNamespace(_flash_attention_forward=torch_forward, _flash_attention_backward=torch_backward)
@@ -336,7 +330,7 @@ def test_without_a_kernel_the_refusal_is_the_dispatchers(op, monkeypatch):
     def find_kernel(facts, backend):
         raise NoKernelError(f"{facts.op}: no kernel serves this call")
 
-    monkeypatch.setattr(lookup, "runs_reference", lambda backend, device: backend == "reference")
+    monkeypatch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
     monkeypatch.setattr(lookup, "find_kernel", find_kernel)
     with pytest.raises(NoKernelError, match=f"{op}: no kernel serves this call"):
         getattr(ops, op)(**call(op))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from msa_tiles import paths, runtime, spec
-from msa_tiles.launch import lookup
+from msa_tiles.call import backends
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell
@@ -80,7 +80,7 @@ def test_a_split_is_made_by_the_kernel_that_is_checked(specs: spec.Specs, monkey
     monkeypatch.setattr(runtime, "find_kernel", find_kernel)
     case = next(case for case in small_cases("split_selection", specs) if case.workload.label == "ragged")
     check = operators.CHECKS["split_selection"](case, inputs.Source(CPU, 3, case.workload.values), False, "cutedsl")
-    monkeypatch.setattr(lookup, "runs_reference", lambda _backend, _device: False)
+    monkeypatch.setattr(backends, "runs_reference", lambda _backend, _device: False)
     check.run(into_buffers=False)
     assert asked == [("split_selection", "cutedsl", False)]
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.call.scales import Indexer, applied_scales, kernel_scales
+from msa_tiles.call.indexer import Index
 from msa_tiles.call.where import Where
 from msa_tiles.launch import places
+from msa_tiles.launch.index import applied_scales, kernel_scales
 from msa_tiles.quant import FP8
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
@@ -99,7 +100,7 @@ class Call:
         if self.positions:
             behind = torch.zeros(self.rows_behind, dtype=torch.int32)
             options["q_positions"] = torch.cat([self.source.positions(self.lengths), behind])
-        where = Where(k_offset=None, **{"page_table": None, "q_positions": None, **options})
+        where = Where(**options)
         at = places.place(where, self.total_q, self.total_k, block_size, torch.device("cpu"))
         return at, stored if flat else (), options
 
@@ -170,7 +171,8 @@ def scored(
         scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
     for scale in scales.values() if zeros else ():
         scale[::3] = 0.0
-    given = applied_scales(Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale")), at.cu_seqlens_q)
+    operands = Index(idx_q, idx_k, Where(), scales.get("q_scale"), scales.get("k_scale"))
+    given = applied_scales(operands, at.cu_seqlens_q)
     tensors = (idx_q, *given.of_queries, idx_k, *given.of_keys, at.page_table, *at[:3], at.q_positions, out.view)
     scalars = (at.use_seqused, at.use_positions if causal else 0, *given.flags, int(causal), *further)
     call.run(op, variant, *tensors, *scalars, precision=precision)
@@ -289,8 +291,8 @@ def select_blocks(
         variant |= scaled
         sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
         scales = scales_of_index(call.source, {**variant, **sizes}, call.lengths, call.strided)
-    indexer = Indexer(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"))
-    given = kernel_scales(indexer, heads_per_group, at.cu_seqlens_q)
+    operands = Index(idx_q, idx_k, Where(), scales.get("q_scale"), scales.get("k_scale"))
+    given = kernel_scales(operands, heads_per_group, at.cu_seqlens_q)
     tensors = (idx_q, idx_k, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
     scalars = (at.use_seqused, at.use_positions, *given.flags, init_blocks, local_blocks, order)
     call.run("select_blocks", variant, *tensors, *scalars, precision=precision)

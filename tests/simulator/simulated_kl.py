@@ -14,8 +14,10 @@ import torch
 from simulated_calls import TOKEN_MAJOR, Call
 
 from msa_tiles import reference
+from msa_tiles.call.kl import Divergence
+from msa_tiles.call.schedule import WindowSchedule
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, kl, lookup
+from msa_tiles.launch import kl, lookup
 from msa_tiles.verify import compare, index_parts
 from msa_tiles.verify.inputs import spread
 
@@ -32,7 +34,7 @@ def index_lse(
     ids = selection(call, heads, topk, block_size, False)
     window = call.total_q if window is None else window
     made = simulated_calls.make_schedule(call, at, ids, block_size, window)
-    schedule = kl.WindowSchedule(made.edges, made.tasks, made.counts, window)
+    schedule = WindowSchedule(made.edges, made.tasks, made.counts, window)
     first = min(1, len(made.edges) - 1)
 
     def run(*arguments: Any) -> None:
@@ -85,7 +87,7 @@ def launches(call: Call, ctas: int, window: int) -> Iterator[list[str]]:
     """What msa_tiles.ops launches on a GPU runs in the simulator; yields the operators launched so far."""
     launched: list[str] = []
 
-    def find(facts: Any, backend: str, op: str, variant: Mapping[str, int]) -> Callable[..., None]:
+    def find(facts: Any, backend: str, op: str, variant: Mapping[str, int], *_: Any) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             launched.append(op)
             call.run(op, variant, *arguments)
@@ -94,8 +96,7 @@ def launches(call: Call, ctas: int, window: int) -> Iterator[list[str]]:
 
     properties = types.SimpleNamespace(multi_processor_count=ctas)
     with (
-        mock.patch.object(attention, "_find", find),
-        mock.patch.object(kl, "kernel", find),
+        mock.patch.object(lookup, "part_kernel", find),
         mock.patch.object(kl, "choose_window", lambda *arguments: window),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
     ):
@@ -138,21 +139,21 @@ def index_kl(
     if given:
         assert ids is not None
         made = simulated_calls.make_schedule(call, at, ids, block_size, window)
-        schedule = made.edges, made.tasks, made.counts, window
+        schedule = WindowSchedule(made.edges, made.tasks, made.counts, window)
     variant = {"head_dim": head_dim, "index_dim": index_dim, "block_size": block_size, "group": group, "prefix": prefix}
-    nowhere = Where(*[None] * 8)
-    facts = lookup.call_facts("index_kl", nowhere, torch.device("cpu"), "bf16", variant, queries=total_q)
+    facts = lookup.call_facts("index_kl", Where(), torch.device("cpu"), "bf16", variant, queries=total_q)
+    kl_call = Divergence(
+        q, k, lse, idx_q, idx_k, ids, Where(**where), weights, schedule, block_size, SOFTMAX_SCALE, INDEX_SCALE,
+        1 << 40, gradients, True, "auto",
+    )  # fmt: skip
     options = {"block_size": block_size, "softmax_scale": SOFTMAX_SCALE, "index_scale": INDEX_SCALE}
     found: list[tuple[torch.Tensor, ...]] = []
     for _ in range(repeats):
         loss = torch.full((), math.nan)
         d_idx_q, d_idx_k = (torch.full(tensor.shape, math.nan, dtype=torch.bfloat16) for tensor in (idx_q, idx_k))
         with launches(call, ctas, window) as launched:
-            kl.index_kl(
-                facts, "auto", q, k, lse, idx_q, idx_k, ids, at, **options, token_weights=weights,
-                longest_k=call.lengths.longest_k, schedule=schedule, workspace_bytes=1 << 40, deterministic=True,
-                loss=loss, d_idx_q=d_idx_q if gradients else None, d_idx_k=d_idx_k if gradients else None,
-            )  # fmt: skip
+            results = (loss, d_idx_q, d_idx_k) if gradients else (loss, None, None)
+            kl.launch(facts, kl_call, at, call.lengths.longest_k, *results)
         assert ((launched[0] == "build_schedule") != given and "index_gradients" in launched) or not gradients
         found.append((loss, d_idx_q, d_idx_k))
     for again in found[1:]:

@@ -14,7 +14,10 @@ import torch
 from simulated_calls import TOKEN_MAJOR, Call
 
 from msa_tiles import reference
-from msa_tiles.launch import attention, backward
+from msa_tiles.call.attention import Gradients
+from msa_tiles.call.schedule import WindowSchedule
+from msa_tiles.call.where import Where
+from msa_tiles.launch import backward, lookup
 from msa_tiles.verify import compare, gradient_parts
 from msa_tiles.verify.inputs import spread
 
@@ -48,12 +51,11 @@ def merge_gradients(call: Call, *, head_dim: int, group: int, topk: int, num_tas
 def launches(call: Call, ctas: int) -> Iterator[None]:
     """What msa_tiles.ops launches on a GPU runs in the simulator, on so many multiprocessors."""
 
-    def find(facts: Any, backend: str, op: str, variant: Mapping[str, int]) -> Callable[..., None]:
+    def find(facts: Any, backend: str, op: str, variant: Mapping[str, int], *_: Any) -> Callable[..., None]:
         return lambda *arguments: call.run(op, variant, *arguments)
 
     with (
-        mock.patch.object(attention, "_find", find),
-        mock.patch.object(backward, "_find", find),
+        mock.patch.object(lookup, "part_kernel", find),
         mock.patch.object(backward, "_num_ctas", lambda device: ctas),
     ):
         yield
@@ -95,20 +97,20 @@ def sparse_attention_backward(
     schedule = None
     if given:
         made = simulated_calls.make_schedule(call, at, ids, block_size, window)
-        schedule = made.edges, made.tasks, made.counts, window
+        schedule = WindowSchedule(made.edges, made.tasks, made.counts, window)
     shape = {"block_size": block_size, "group": group}
     bytes_per_query = backward.bytes_per_query(topk, heads * group, heads, head_dim, block_size)
-    facts = types.SimpleNamespace(op="sparse_attention_backward", variant={"head_dim": head_dim, **shape})
+    variant = {"head_dim": head_dim, **shape}
+    facts = types.SimpleNamespace(op="sparse_attention_backward", variant=variant, features=frozenset())
+    gradients = Gradients(
+        dout, q, k, v, out, lse, ids, dlse, Where(**where), schedule, block_size, head_dim**-0.5,
+        bytes_per_query * window, True, "auto",
+    )  # fmt: skip
     found: list[tuple[torch.Tensor, ...]] = []
     for _ in range(repeats):
         outputs = tuple(torch.full(tensor.shape, math.nan, dtype=torch.bfloat16) for tensor in (q, k, v))
-        names = dict(zip(("dq", "dk", "dv"), outputs, strict=True))
         with launches(call, ctas):
-            backward.sparse_attention_backward(
-                facts, "auto", dout, q, k, v, out, lse, ids, dlse, at, block_size=block_size,
-                softmax_scale=head_dim**-0.5, longest_k=call.lengths.longest_k, schedule=schedule,
-                workspace_bytes=bytes_per_query * window, deterministic=True, **names,
-            )  # fmt: skip
+            backward.launch(facts, gradients, at, call.lengths.longest_k, *outputs)
         found.append(outputs)
     for again in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], again, strict=True))

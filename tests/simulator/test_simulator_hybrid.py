@@ -14,8 +14,9 @@ import torch
 from simulated_calls import Call, kernel
 
 from msa_tiles import reference
+from msa_tiles.call.attention import Attention, AttentionCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, lookup
+from msa_tiles.launch import attention, lookup, operands, windows, workspaces
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.simulator import RaceError, simulate
@@ -28,19 +29,19 @@ CELLS = default_registry().of("shared_attention")
 
 def test_windows_fill_the_ctas() -> None:
     # 264 CTAs take the tiles of 4 KV heads in turn: 264 queries a round.
-    assert attention.even_window(32768, 4033, 4, 4, 264) == 3696
+    assert windows.even_window(32768, 4033, 4, 4, 264) == 3696
     # A single window is no longer than it has to be.
-    assert attention.even_window(101, 4033, 4, 4, 264) == 104
-    assert attention.even_window(3960, 4033, 4, 4, 264) == 3960
-    assert attention.even_window(100000, 50, 8, 1, 264) == 48
+    assert windows.even_window(101, 4033, 4, 4, 264) == 104
+    assert windows.even_window(3960, 4033, 4, 4, 264) == 3960
+    assert windows.even_window(100000, 50, 8, 1, 264) == 48
     for total, most, tile, heads in ((32768, 4033, 4, 4), (131072, 4033, 4, 1), (9, 12, 8, 3), (77, 8, 8, 2)):
-        window = attention.even_window(total, most, tile, heads, 264)
+        window = windows.even_window(total, most, tile, heads, 264)
         assert window % tile == 0 and 0 < window <= most
 
 
 def test_heads_take_turns_where_longer_windows_spare_reads() -> None:
     def rounds(total_q: int, longest_k: int, most: int = 4033, heads: int = 4) -> tuple[int, int]:
-        return attention.choose_rounds(total_q, most, 16, heads, longest_k, 128, 65536, 4, 132)
+        return windows.choose_rounds(total_q, most, 16, heads, longest_k, 128, 65536, 4, 132)
 
     # A block of 32K keys has more edges than a task holds: longer windows would read it as often.
     assert rounds(32768, 32768) == (4, 3696)
@@ -84,14 +85,14 @@ def test_the_kernel_before_shared_attention_begins_when_all_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages_per_block", "queries", "windows", "rounds"), [(0, 40, 2, 1), (2, 40, 2, 1), (0, 20, 2, 2), (2, 40, 1, 2)]
+    ("pages_per_block", "queries", "number", "rounds"), [(0, 40, 2, 1), (2, 40, 2, 1), (0, 20, 2, 2), (2, 40, 1, 2)]
 )
 def test_the_launch_code_gives_every_kernel_what_it_wants(
-    monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, windows: int, rounds: int
+    monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, number: int, rounds: int
 ) -> None:
     launched = []
 
-    def find(facts: CallFacts, backend: str, op: str, variant: dict[str, int]) -> Any:
+    def find(facts: CallFacts, backend: str, op: str, variant: dict[str, int], features: frozenset[str]) -> Any:
         assert backend == "tilelang", op
 
         def launch(*arguments: Any) -> None:
@@ -100,14 +101,14 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
 
         return launch
 
-    monkeypatch.setattr(attention, "_find", find)
-    monkeypatch.setattr(attention, "_serves", lambda *_: True)
+    monkeypatch.setattr(lookup, "part_kernel", find)
+    monkeypatch.setattr(lookup, "part_serves", lambda *_: True)
     properties = types.SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     # Heads take turns where launches cost nothing, and only there: these windows are short.
-    monkeypatch.setattr(attention, "ROUND_COST", 0.0 if rounds > 1 else 1e6)
+    monkeypatch.setattr(windows, "ROUND_COST", 0.0 if rounds > 1 else 1e6)
     # What it remembers was weighed with other costs.
-    monkeypatch.setattr(attention, "choose_rounds", attention.choose_rounds.__wrapped__)
+    monkeypatch.setattr(windows, "choose_rounds", windows.choose_rounds.__wrapped__)
     call = Call([(31, 150), (0, 70), (1, 1), (40, 200)], seed=3, pages_per_block=pages_per_block)
     heads, group, dim, block_size, topk = 2, 16, 64, 64, 3
     q = call.tensor(call.total_q, heads * group, dim)
@@ -115,24 +116,13 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     _, (k, v), where = call.place(block_size, *flat)
     ids = call.source.selection(call.lengths, heads, topk, block_size, True)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
-    variant = {"head_dim": dim, "block_size": block_size, "group": group, "pages_per_block": pages_per_block}
-    facts = lookup.call_facts("sparse_attention", Where(*[None] * 8), CPU, "bf16", variant, queries=9)
+    given = Attention(q, k, v, ids, Where(**{**where, "max_seqlen_k": 200}))
+    workspace_bytes = queries * workspaces.partial_bytes(topk, heads * group, dim)
+    attend = AttentionCall(given, block_size, 0.2, workspace_bytes, False, "tilelang")
     with hybrid(True, fill=1):
-        launch = attention.prepare(
-            facts,
-            "tilelang",
-            q,
-            ids,
-            num_requests=4,
-            block_size=block_size,
-            softmax_scale=0.2,
-            longest_k=200,
-            schedule_window=None,
-            workspace_bytes=queries * attention.bytes_per_query(topk, heads * group, dim),
-            out=out,
-        )
-    launch(q, k, v, ids, Where.of(**where), None, None, out, lse)
-    pairs = ["sparse_attention", "shared_attention"] * (windows * rounds)
+        launch = attention.find(operands.facts("sparse_attention", attend), attend, out)
+    launch(given, None, out, lse)
+    pairs = ["sparse_attention", "shared_attention"] * (number * rounds)
     assert launched == ["split_selection", "build_schedule", *pairs]
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where

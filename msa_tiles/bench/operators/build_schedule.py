@@ -48,7 +48,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
         "max_seqlen_k": case.num_k,
     }
 
-    where = Where.of(**lengths)
+    where = Where(**lengths)
 
     def ours(dsl: str, ids: Tensor) -> Call:
         return lambda: build_on(dsl, ids, where, case["block_size"])

@@ -1,0 +1,81 @@
+"""What the kernels of attention are chosen by, and how they take keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa_tiles.call import formats, scales
+from msa_tiles.call.attention import Attention, AttentionCall
+from msa_tiles.launch import lookup
+from msa_tiles.runtime import CallFacts
+
+
+def facts(op: str, call: AttentionCall, **own_dims: int) -> CallFacts:
+    """The facts of a call of attention; ``own_dims`` are compile-time dims that only this operator's kernels have."""
+    operands, block_size = call.operands, call.block_size
+    q, k, v, where = operands.q, operands.k, operands.v, operands.where
+    return lookup.call_facts(
+        op,
+        where,
+        q.device,
+        lookup.precision(query=q, key_value=k),
+        {
+            "head_dim": q.shape[2],
+            "block_size": block_size,
+            "group": q.shape[1] // k.shape[1],
+            "pages_per_block": lookup.pages_per_block(where, k, block_size),
+            **token_scales(k, operands.k_scale, operands.v_scale),
+            **own_dims,
+        },
+        (q, k, v),
+        lookup.broken_rules("sparse_attention", topk=operands.block_indices.shape[2])
+        + lookup.oversized_table(where, block_size),
+        queries=q.shape[0],
+        heads=q.shape[1],
+    )
+
+
+def longest_k(operands: Attention) -> int:
+    """How many keys a request has at most."""
+    k, where = operands.k, operands.where
+    stored = k.shape[0] if where.page_table is None else where.page_table.shape[1] * k.shape[2]
+    return stored if where.max_seqlen_k is None else min(stored, where.max_seqlen_k)
+
+
+def is_empty(operands: Attention) -> bool:
+    """Whether a size is 0, so that there is nothing to launch kernels for."""
+    sizes = operands.q.numel(), operands.k.numel(), operands.block_indices.numel(), operands.where.num_requests
+    return 0 in sizes or longest_k(operands) == 0
+
+
+def token_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, int]:
+    """The kernels' variant of scaled keys and values: whether any of them has a scale for every row."""
+    if not formats.is_quantised(k):
+        return {}
+    return {"token_scales": int(scales.per_token(k_scale, k) or scales.per_token(v_scale, k))}
+
+
+def keys_and_values(operands: Attention) -> tuple[Tensor, ...]:
+    """k and v as kernels take them: each followed by its scale, where they are quantised.
+
+    Scales come as [Hkv], or all as k without its last dimension where one of them has a scale for every row. What holds
+    one number for many is expanded, with strides of 0; nothing is copied.
+    """
+    k, v, k_scale, v_scale = operands.k, operands.v, operands.k_scale, operands.v_scale
+    if k_scale is None:
+        return k, v
+    assert v_scale is not None
+    shape = k.shape[:-1] if scales.per_token(k_scale, k) or scales.per_token(v_scale, k) else k.shape[1:2]
+    return k, _expanded(k_scale, shape), v, _expanded(v_scale, shape)
+
+
+def _expanded(scale: Tensor, shape: torch.Size) -> Tensor:
+    if scale.dim() == 1 and len(shape) == 3:
+        scale = scale[:, None]
+    return scale.expand(shape)
+
+
+def of_heads(keys: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:
+    """The same for some KV heads."""
+    return tuple(part[heads] if part.dim() == 1 else part[:, heads] for part in keys)
