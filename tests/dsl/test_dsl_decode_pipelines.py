@@ -126,6 +126,7 @@ def names_of(chip: Chip, note: Callable[[Stage, int], None]) -> dict[str, Any]:
         operand_a=lambda _product, tiles: tiles, wait_group=wait_group, SmemLayoutAtomKind=anything,
         OperandSource=types.SimpleNamespace(SMEM=0, RMEM=1), StMatrix8x8x16bOp=anything, LdMatrix8x8x16bOp=anything,
     )  # fmt: skip
+    motions = load(HELPERS / "pipeline.py", cute=cute, Int32=int)
     return {
         **{name: getattr(vocabulary, name) for name in dir(vocabulary) if not name.startswith("_")},
         "cutlass": cutlass,
@@ -148,6 +149,10 @@ def names_of(chip: Chip, note: Callable[[Stage, int], None]) -> dict[str, Any]:
         "choose": lambda condition, value, other: value if condition else other,
         "pick": lambda condition, value, other: value if condition else other,
         "ballot": chip.vote_ballot_sync,
+        "following": motions["following"],
+        "arrive": motions["arrive"],
+        "copy_scales": lambda *_what: None,
+        "stand_in": None,
         "first_bit": lambda bits: (bits & -bits).bit_length() - 1,
     }
 
@@ -176,7 +181,7 @@ class Decode(Chip):
             self.sides[name] = left
             if operand == "e4m3":
                 left.rows, left.depth = 64, 32  # one ldmatrix
-                left.put = left.prepare = left.copy_scales = left.clear = lambda *_what: None
+                left.put = left.prepare = left.clear = lambda *_what: None
         if operand == "e4m3":
             side["Left"].take.__globals__.update(aligned=lambda place, *_what: place, byte_of=lambda *_what: 0)
         self.kernel.keys, self.kernel.values = self.sides["k"], self.sides["v"]
@@ -212,7 +217,7 @@ class Decode(Chip):
                 self.mbarrier_arrive_and_expect_tx(q_full, self.table.bytes_of("q"))
                 self.later(object(), lambda: self.barriers[q_full.place].receive(1024))
             stored = types.SimpleNamespace(atom=64 * 64 * (2 if "k_tiles" in self.table.buffers else 1), rows=None,
-                                           scales=None)  # fmt: skip
+                                           scales=Anything())  # fmt: skip
             self.kernel.produce(stored, stored, None, [0], shared, share)
 
 

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from msa_tiles.dsl.cutedsl import tma, turned, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.pipeline import arrive
+from msa_tiles.dsl.cutedsl.row_scales import copy_scales
 from msa_tiles.dsl.cutedsl.table import WARP, Parts, Pipeline, buffer, declares, lane, threads, warps
-from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 TENSORS = ("", "_scale")
@@ -100,10 +102,9 @@ class Left:
         """
         page = (self.blocks.box_rows,) if self.blocks.pages_per_block else ()
         shape = (cute.sym_int(), kv_heads, *page, self.head_dim)
-        strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
         of_scales = shape[:-1] if self.token_scales else (kv_heads,)
         return (
-            make_fake_tensor(self.stored_element, shape, strides, assumed_align=tma.BYTES),
+            stand_in(self.stored_element, *shape, align=tma.BYTES),
             make_fake_tensor(Float32, of_scales, tuple(cute.sym_int64() for _ in of_scales)),
         )
 
@@ -131,32 +132,9 @@ class Left:
         boxes = self.blocks.boxes_of(held.raw, self.stages)[None, None, None, None, stage]
         self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes, full)
         if cutlass.const_expr(self.token_scales):
-            self.copy_scales(stored.scales, row, pages, head, held.scales[None, stage])
+            of_head = stored.scales[(None, head, None) if self.blocks.pages_per_block else (None, head)]
+            copy_scales(of_head, row, pages, held.scales[None, stage], self.blocks.box_rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-
-    @cute.jit
-    def copy_scales(self, scales: cute.Tensor, row: Int32, pages, head: Int32, target: cute.Tensor):
-        """Start to copy a block's scales, of which every lane takes some. Rows that nobody sees get any."""
-        lane = cute.arch.lane_idx()
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-        last = Int32(scales.shape[0]) - 1
-        for i in cutlass.range_constexpr(self.block_size // WARP):
-            token = WARP * i + lane
-            if cutlass.const_expr(self.blocks.pages_per_block > 0):
-                # An entry past the request's keys may name any page.
-                page = cutlass.min(cutlass.max(self.page_of(pages, WARP * i, lane), 0), last)
-                source = cute.domain_offset((page, head, token % self.blocks.box_rows), scales)
-            else:
-                source = cute.domain_offset((cutlass.min(row + token, last), head), scales)
-            place = cute.make_tensor(target.iterator + token, cute.make_layout(1))
-            cute.copy(atom, cute.make_tensor(source.iterator, cute.make_layout(1)), place)
-
-    def page_of(self, pages, first, lane):
-        """The page of token `first` + lane of a block, where `first` is a multiple of 32."""
-        page = pages[first // self.blocks.box_rows]
-        for begin in range(self.blocks.box_rows, WARP, self.blocks.box_rows):
-            page = pick(lane >= begin, pages[(first + begin) // self.blocks.box_rows], page)
-        return page
 
     def product(self, columns):
         """The multiplications of a block with [columns, K] (wgmma.product)."""
@@ -214,9 +192,7 @@ class Left:
                 cute.copy(atom, source, cute.recast_tensor(four, cutlass.BFloat16))
                 for i in cutlass.range_constexpr(4):
                     self.put(four[i], i, registers[None, m, 2 * step + i // 2])
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(held.free + stage)
+        arrive(held.free + stage)
         return operand
 
     def decode(self, word):

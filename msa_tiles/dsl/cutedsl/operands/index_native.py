@@ -13,13 +13,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import tma
-from msa_tiles.dsl.cutedsl.topk import pick
+from msa_tiles.dsl.cutedsl.row_scales import copy_scales
 from msa_tiles.dsl.cutedsl.warp import WARP
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
@@ -131,32 +130,8 @@ class IndexKeys:
             else:
                 tma.load_box(stored.atom, stored.rows, row, panel, boxes[None, None, 0, panel, stage], full)
         if cutlass.const_expr(self.key_scales):
-            self.copy_scales(stored.scales, held.scales[None, stage], row, pages)
+            copy_scales(stored.scales, row, pages, held.scales[None, stage], self.box_rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-
-    @cute.jit
-    def copy_scales(self, scales: cute.Tensor, target: cute.Tensor, row: Int32, pages):
-        """Start to copy a block's scales, of any strides; each lane takes some. Rows that nobody sees get any scale."""
-        lane = cute.arch.lane_idx()
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-        last = Int32(scales.shape[0]) - 1
-        for i in cutlass.range_constexpr(self.block_size // WARP):
-            key = WARP * i + lane
-            if cutlass.const_expr(self.pages_per_block > 0):
-                # An entry past the request's keys may name any page.
-                page = cutlass.min(cutlass.max(self.page_of(pages, WARP * i, lane), 0), last)
-                source = cute.domain_offset((page, key % self.box_rows), scales)
-            else:
-                source = cute.domain_offset((cutlass.min(row + key, last),), scales)
-            place = cute.make_tensor(target.iterator + key, cute.make_layout(1))
-            cute.copy(atom, cute.make_tensor(source.iterator, cute.make_layout(1)), place)
-
-    def page_of(self, pages, first, lane):
-        """The page of row `first` + lane of a block, where `first` is a multiple of 32."""
-        page = pages[first // self.box_rows]
-        for begin in range(self.box_rows, WARP, self.box_rows):
-            page = pick(lane >= begin, pages[(first + begin) // self.box_rows], page)
-        return page
 
     def factors(self, held: Held, stage):
         """The scales of a stage's keys, or None; they stay there until all readers have arrived at `free`."""

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import tma, turned, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -73,9 +73,7 @@ class Left:
     def arguments(self, kv_heads):
         """Keys [total_k, kv_heads, head_dim], or [pages, kv_heads, page, head_dim]."""
         page = (self.blocks.box_rows,) if self.blocks.pages_per_block else ()
-        shape = (cute.sym_int(), kv_heads, *page, self.head_dim)
-        strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-        return (make_fake_tensor(self.element, shape, strides, assumed_align=tma.BYTES),)
+        return (stand_in(self.element, cute.sym_int(), kv_heads, *page, self.head_dim, align=tma.BYTES),)
 
     def stored(self, rows):
         return Stored(*self.blocks.described(rows))

@@ -16,13 +16,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import softmax, threshold, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.cutedsl.pipeline import following
 from msa_tiles.dsl.cutedsl.scores import choose
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
@@ -173,24 +175,19 @@ class SparseDecode:
         # Without scores any tensor of their rank stands in, of any strides.
         score_stride = 1 if self.scored_blocks else cute.sym_int64()
 
-        def tensor(element, *shape, align=None, last=1):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), last)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.keys.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.keys.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
             *self.keys.arguments(kv_heads),
             *self.values.arguments(kv_heads),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, kv_heads, total_q, cute.sym_int(), last=cute.sym_int64()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Float32, cute.sym_int(), cute.sym_int(), cute.sym_int(), last=score_stride),
-            tensor(ELEMENTS[OUTPUT], splits, total_q, q_heads, self.head_dim),
-            tensor(Float32, splits, total_q, q_heads, last=cute.sym_int64()),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, kv_heads, total_q, cute.sym_int(), last=cute.sym_int64()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Float32, cute.sym_int(), cute.sym_int(), cute.sym_int(), last=score_stride),
+            stand_in(ELEMENTS[OUTPUT], splits, total_q, q_heads, self.head_dim),
+            stand_in(Float32, splits, total_q, q_heads, last=cute.sym_int64()),
             Float32(0.0),
             *(Int32(0) for _ in range(4)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -384,10 +381,7 @@ class SparseDecode:
                 of_block = [cute.arch.shuffle_sync(page, lane) for page in pages]
                 self.keys.load(k, row, of_block, share.head, shared.keys, stage, phase)
                 self.values.load(v, row, of_block, share.head, shared.values, stage, phase)
-                stage = stage + 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                stage, phase = following(stage, phase, STAGES)
 
     @cute.jit
     def consume(
@@ -458,10 +452,7 @@ class SparseDecode:
                             for c in cutlass.range_constexpr(2):
                                 place = self.place(c, half, j, m)
                                 O[place] = O[place] * scale[c, j] + part[place]
-                stage = stage + 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                stage, phase = following(stage, phase, STAGES)
         self.emit(v, shared, share, O, row_max, row_sum, scale_log2, member, out, lse)
 
     def place(self, c, half, j, m):
