@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,11 @@ from msa_tiles.commands.support import is_generated
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.registry import Cell, Registry
+
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+KERNEL_NAMES = {"tilelang": "main_kernel", "cutedsl": "_msa_tiles_kernel_"}  # what our kernels' names have in them
+ERRORS = 23  # what compute-sanitizer exits with when it finds any
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -27,6 +35,15 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compile in N processes (default: all cores)"
     )
     parser.add_argument("--seed", type=int, help="repeat the inputs of an earlier run (default: fresh ones)")
+    parser.add_argument(
+        "--smallest", action="store_true", help="only a few small cases of each cell, and no evidence of them"
+    )
+    parser.add_argument(
+        "--sanitizer",
+        choices=SANITIZERS,
+        metavar="TOOL",
+        help=f"run the smallest cases under compute-sanitizer: {', '.join(SANITIZERS)}",
+    )
     parser.set_defaults(func=run)
 
 
@@ -35,13 +52,15 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles import paths
     from msa_tiles.runtime import evidence
-    from msa_tiles.runtime.build import build, ci_jobs
+    from msa_tiles.runtime.build import Job, build, ci_jobs
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
     from msa_tiles.spec import load
     from msa_tiles.verify import runner
-    from msa_tiles.verify.cases import cases
+    from msa_tiles.verify.cases import cases, smallest
 
+    if args.sanitizer:
+        return _sanitized(args)
     registry = default_registry()
     if not torch.cuda.is_available():
         console.complain("msa-tiles verify: there is no CUDA device here; kernels can only be verified on one")
@@ -66,19 +85,29 @@ def run(args: argparse.Namespace) -> int:
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")
     # Compiled side by side first: the GPU would wait for each kernel otherwise.
-    jobs = ci_jobs(_launched(chosen, registry))
+    if args.smallest:
+        grid = [(cell, smallest(found)) for cell, found in grid]
+        jobs = [Job(cell, case.point) for cell, found in grid for case in found]
+    else:
+        jobs = ci_jobs(_launched(chosen, registry))
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
         if not outcome.good:
             console.complain(f"{outcome.job}: {outcome.complaints[0]}")
     numbers = random.Random(args.seed)
-    results = runner.run(grid, device, registry.directory, seed=lambda: numbers.randrange(1 << 31))
+    if args.smallest:
+        results = runner.sample(grid, device, seed=lambda: numbers.randrange(1 << 31))
+    else:
+        results = runner.run(grid, device, registry.directory, seed=lambda: numbers.randrange(1 << 31))
     failures = 0
     for result in console.progress(results, "cases"):
         if result.failure is not None:
             failures += 1
             console.complain(f"{result.case.cell.id} {result.case.key} (seed {result.seed}): {result.failure}")
+    if args.smallest:
+        console.say(f"{failures} of {sum(len(found) for _, found in grid)} cases failed")
+        return 1 if failures else 0
     verified = evidence.read_verified(registry.directory)
     rows = [("cell", "worst error", "cases", "result")]
     for cell in chosen:
@@ -94,6 +123,26 @@ def run(args: argparse.Namespace) -> int:
         )
     console.table(rows)
     return 1 if failures else 0
+
+
+def _sanitized(args: argparse.Namespace) -> int:
+    """The same command on the smallest cases, in a process for each DSL that compute-sanitizer watches."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        console.complain(
+            "msa-tiles verify: --sanitizer needs compute-sanitizer on PATH; it comes with the CUDA toolkit"
+        )
+        return 2
+    given = {**filters_of(args), "device": args.device, "jobs": args.jobs, "seed": args.seed}
+    bad = 0
+    for dsl, kernels in KERNEL_NAMES.items():
+        if args.dsl in (None, dsl):
+            options = {name: str(value) for name, value in (given | {"dsl": dsl}).items() if value is not None}
+            again = [sys.executable, "-m", "msa_tiles", "verify", "--smallest", *["--stale"] * args.stale]
+            again += [part for name, value in options.items() for part in (f"--{name}", value)]
+            watch = [tool, "--tool", args.sanitizer, "--error-exitcode", str(ERRORS), "--kernel-name", f"kns={kernels}"]
+            bad += bool(subprocess.run([*watch, *again], check=False).returncode)
+    return 1 if bad else 0
 
 
 def _launched(chosen: Iterable[Cell], registry: Registry) -> list[Cell]:

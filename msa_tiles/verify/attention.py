@@ -20,10 +20,14 @@ def rounded_error(
     wanted: Tensor,
     *,
     block_size: int,
+    unit: Tensor,
     softmax_scale: float | None = None,
     **where: Any,
 ) -> tuple[Tensor, float]:
-    """Some query rows, and the worst error that torch makes there against `wanted` when it rounds every step."""
+    """Some query rows, and the worst error that torch makes there against `wanted` when it rounds every step.
+
+    `wanted` and the error are counted in `unit`, [Hq, 1] or [1, 1]. Where `wanted` is NaN there is no error.
+    """
     batch = read_batch(len(q), q.device, total_k=len(k), **where)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     group = q.shape[1] // k.shape[1]
@@ -42,5 +46,6 @@ def rounded_error(
                 continue
             heads = slice(head * group, (head + 1) * group)
             weights = ((q[row, heads] @ k[chosen, head].T) * scale).softmax(-1)
-            worst = max(worst, float((weights @ v[chosen, head] - wanted[row, heads]).abs().max()))
+            error = weights @ v[chosen, head] / unit.expand(q.shape[1], 1)[heads] - wanted[row, heads]
+            worst = max(worst, float(error.abs().nan_to_num(nan=0.0).max()))
     return rows, worst

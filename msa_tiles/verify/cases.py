@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,15 @@ def cases(cell: Cell, specs: Specs) -> list[Case]:
         for point in (points if workload.points == "ci" else m3)
     ]
     return sorted(found, key=lambda case: max((keys for _, keys in case.workload.sequences), default=0))
+
+
+def smallest(found: Iterable[Case], points: int = 4) -> list[Case]:
+    """The first case with queries and keys at each of a few points: what slow tools can run."""
+    firsts: dict[tuple, Case] = {}
+    for case in found:
+        if any(queries and keys for queries, keys in case.workload.sequences):
+            firsts.setdefault(tuple(case.point.items()), case)
+    return list(firsts.values())[:points]
 
 
 def _score_tolerance(cell: Cell, specs: Specs) -> float:

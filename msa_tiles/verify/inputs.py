@@ -174,12 +174,6 @@ def paged(source: Source, keys: Tensor, lengths: Lengths, page_size: int) -> Pag
     return Paged(pool, table.to(keys.device)[:, :-1], used_k)
 
 
-def paged_scales(source: Source, scales: Tensor, lengths: Lengths, page_size: int) -> Tensor:
-    """Scales [total_k] of flat keys as [pages, page], on the pages that `paged` gives the keys; NaN in every gap."""
-    pairs = torch.stack((scales, torch.full_like(scales, torch.nan)), -1)
-    return (paged(source, pairs, lengths, page_size).pool if page_size else pairs)[..., 0]
-
-
 def spread(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:
     """The same values in a larger poisoned buffer, with gaps between the rows; `order` is how its dims lie there."""
     return Buffer(tensor.shape, tensor.dtype, tensor.device, order).holding(tensor)

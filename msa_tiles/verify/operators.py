@@ -21,7 +21,8 @@ from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, tr
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, paged_scales, spread
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
+from msa_tiles.verify.quantised import dequantised, index_scales, key_scales, loud_head, spoil, unit_of
 
 TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
 
@@ -45,25 +46,6 @@ def placed(
     if strided:
         options["q_positions"] = source.positions(lengths)
     return options, keys
-
-
-def scales_of_index(source: Source, dims: Mapping[str, int], lengths: Lengths, strided: bool) -> dict[str, Tensor]:
-    """q_scale and k_scale of a call on FP8 queries and keys.
-
-    `strided` calls have a scale for every query and head, others one for each head; every key has one at points with
-    key_scales, and elsewhere all together where the call is not `strided`.
-    """
-    num_heads, total_q = dims["num_index_heads"], dims["total_q"]
-    scales = {"q_scale": source.scales((total_q, num_heads) if strided else (num_heads,))}
-    if strided:
-        scales["q_scale"] = spread(scales["q_scale"])
-    if dims["key_scales"]:
-        pages = dims["pages_per_block"]
-        page_size = dims["block_size"] // pages if pages else 0
-        scales["k_scale"] = paged_scales(source, source.scales((dims["total_k"],)), lengths, page_size)
-    elif not strided:
-        scales["k_scale"] = source.scales(())
-    return scales
 
 
 class Check(Protocol):
@@ -94,18 +76,20 @@ class IndexScore:
         queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
         self.idx_q = source.values(queries, case.dtype("query"))
         keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
+        if strided:
+            spoil(source, lengths, keys)
         self.where, (self.idx_k,) = placed(source, lengths, dims["pages_per_block"], dims["block_size"], strided, keys)
         if strided:
             self.idx_q = spread(self.idx_q)
-        if case.precision.scale is not None:
-            self.where |= scales_of_index(source, dims, lengths, strided)
+        scaled = case.precision.scale is not None
+        self.scales: dict[str, Any] = index_scales(source, dims, lengths, strided) if scaled else {}
         self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
         causal = case.workload.parameters.get("causal", True)
         self.options: dict[str, Any] = {"block_size": dims["block_size"], "causal": causal}
         self.backend = backend
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        where = {**self.where, **self.options, "backend": self.backend}
+        where = {**self.where, **self.scales, **self.options, "backend": self.backend}
         if not into_buffers:
             return (self.op(self.idx_q, self.idx_k, **where),)
         buffer = Buffer(self.shape, torch.float32, self.idx_q.device, TOKEN_MAJOR)
@@ -115,9 +99,22 @@ class IndexScore:
 
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         wanted = reference.index_score(
-            self.idx_q.float(), self.idx_k.float(), num_blocks=self.shape[2], **self.where, **self.options
+            self.idx_q.float(),
+            self.idx_k.float(),
+            num_blocks=self.shape[2],
+            **self.where,
+            **self.scales,
+            **self.options,
         )
-        return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
+        # Of a head with small scales, small errors count.
+        unit = unit_of_scores(self.scales, self.shape)
+        return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"])
+
+
+def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """What errors of scores [Hi, T, …] are counted in: the scales of the queries, [Hi, T, 1]."""
+    q_scale = scales.get("q_scale", torch.ones(()))
+    return q_scale.expand(shape[1], shape[0]).T[..., None]
 
 
 class DecodeScore(IndexScore):
@@ -182,6 +179,8 @@ class SelectBlocks:
         queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
         self.idx_q = source.values(queries, case.dtype("query"))
         keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
+        if strided:
+            spoil(source, self.lengths, keys)
         self.where, (self.idx_k,) = placed(
             source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
         )
@@ -190,7 +189,7 @@ class SelectBlocks:
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
         scaled = case.precision.scale is not None
-        self.scales: dict[str, Any] = scales_of_index(source, dims, self.lengths, strided) if scaled else {}
+        self.scales: dict[str, Any] = index_scales(source, dims, self.lengths, strided) if scaled else {}
         self.options: dict[str, Any] = {
             **self.where,
             **self.scales,
@@ -214,7 +213,10 @@ class SelectBlocks:
             compare.same("out", outputs[0], wanted)
             return 0.0
         scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where, **self.scales)
-        scores = scores.unflatten(0, (self.shape[0], -1)).nan_to_num(nan=-torch.inf).amax(1)
+        # Heads of a group are ranked together, so that errors count beside the largest scale among them.
+        groups = (self.shape[0], -1)
+        unit = unit_of_scores(self.scales, scores.shape).to(scores.device).unflatten(0, groups).amax(1)
+        scores = scores.unflatten(0, groups).nan_to_num(nan=-torch.inf).amax(1) / unit
         compare.selections(
             "out",
             outputs[0],
@@ -246,9 +248,12 @@ class SparseAttention:
     def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
         dims, self.case, self.backend = case.dims, case, backend
         self.lengths = source.lengths(case.workload.sequences, shortened=strided)
-        keys = (dims["total_k"], dims["num_kv_heads"], dims["head_dim"])
-        self.q = source.values((dims["total_q"], dims["num_q_heads"], dims["head_dim"]), torch.bfloat16)
-        flat = source.values(keys, torch.bfloat16), source.values(keys, torch.bfloat16)
+        keys, dtype = (dims["total_k"], dims["num_kv_heads"], dims["head_dim"]), case.dtype("key_value")
+        self.q = source.values((dims["total_q"], dims["num_q_heads"], dims["head_dim"]), case.dtype("query"))
+        flat: tuple[Tensor, ...] = (source.values(keys, dtype), source.values(keys, dtype))
+        if strided:
+            for part in flat:
+                spoil(source, self.lengths, part)
         self.ids = source.selection(
             self.lengths, dims["num_kv_heads"], dims["topk"], dims["block_size"], case.workload.selection == "sticky"
         )
@@ -258,6 +263,16 @@ class SparseAttention:
         if strided:
             self.q = spread(self.q)
             self.ids = spread(self.ids, TOKEN_MAJOR)
+        # As the reference takes them.
+        self.keys: tuple[Tensor, ...] = (self.k.float(), self.v.float())
+        self.unit = torch.ones(1, 1, device=source.device)
+        self.scales: dict[str, Tensor] = {}
+        if case.precision.scale is not None:
+            given = key_scales(source, dims, self.lengths, strided)
+            self.scales = dict(zip(("k_scale", "v_scale"), (stored for stored, _ in given), strict=True))
+            self.keys = tuple(map(dequantised, (self.k, self.v), self.scales.values()))
+            flat = tuple(dequantised(part, rows).bfloat16() for part, (_, rows) in zip(flat, given, strict=True))
+            self.unit = unit_of(given[1][1], dims["group"])
         self.options: dict[str, Any] = {**where, "block_size": dims["block_size"]}
         self.flat, self.flat_options = flat, {**self.lengths.keywords(), "block_size": dims["block_size"]}
         self.flat_options["q_positions"] = where.get("q_positions")
@@ -267,7 +282,7 @@ class SparseAttention:
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         arguments = (self.q, self.k, self.v, self.ids)
-        options = {**self.options, "return_lse": True, "backend": self.backend}
+        options = {**self.options, **self.scales, "return_lse": True, "backend": self.backend}
         with hybrid(self.hybrid, self.fill):
             if not into_buffers:
                 return tuple(self.op(*arguments, **options))
@@ -280,11 +295,14 @@ class SparseAttention:
     def compare(self, outputs: tuple[Tensor, ...]) -> float:
         out, lse = outputs
         wanted, wanted_lse = reference.sparse_attention(
-            self.q.float(), self.k.float(), self.v.float(), self.ids, **self.options
+            self.q.float(), self.keys[0], self.keys[1], self.ids, **self.options
         )
         compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
+        out, wanted = out / self.unit, wanted / self.unit
         worst = compare.numbers("out", out, wanted, self.case.tolerance["out"])
-        rows, accepted = rounded_error(self.q, *self.flat, self.ids, wanted, **self.flat_options)
+        rows, accepted = rounded_error(
+            self.q, self.flat[0], self.flat[1], self.ids, wanted, unit=self.unit, **self.flat_options
+        )
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
         return worst
 
@@ -312,7 +330,8 @@ class SparseDecode(SparseAttention):
             return
         integers = Source(source.device, int(source.whole(0, 1 << 30, (1,))), "integer")
         shape = (dims["total_q"], 2 * dims["num_kv_heads"], dims["head_dim"])
-        self.idx_q = integers.values(shape, torch.bfloat16)
+        dtype = case.dtype("key_value")
+        self.idx_q = integers.values(shape, dtype)
         self.topk = dims["topk"]
         # A table of as many pages as the point's rows have blocks, whatever the requests hold.
         pages = self.scored * dims["pages_per_block"]
@@ -320,9 +339,14 @@ class SparseDecode(SparseAttention):
             self.options["page_table"] = torch.nn.functional.pad(
                 self.options["page_table"], (0, max(pages - self.options["page_table"].shape[1], 0)), value=-1
             )
-            self.idx_k = integers.values((*self.k.shape[:1], *self.k.shape[2:]), torch.bfloat16)
+            self.idx_k = integers.values((*self.k.shape[:1], *self.k.shape[2:]), dtype)
         else:
-            self.idx_k = integers.values((self.k.shape[0], dims["head_dim"]), torch.bfloat16)
+            self.idx_k = integers.values((self.k.shape[0], dims["head_dim"]), dtype)
+        # Index queries and keys are quantised where keys and values are.
+        self.index_scales: dict[str, Tensor] = {}
+        if self.scales:
+            heads = integers.scales(shape[1:2]) * loud_head(integers, shape[1])
+            self.index_scales = {"q_scale": heads, "k_scale": integers.scales(self.idx_k.shape[:-1] if strided else ())}
         self.own = {"max_seqlen_k": self.scored * dims["block_size"], "local_blocks": 2}
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
@@ -334,7 +358,9 @@ class SparseDecode(SparseAttention):
         if into_buffers:
             out = Buffer(self.q.shape, self.q.dtype, self.q.device)
             buffers |= {"out": out.view, "lse": torch.full(self.q.shape[:2], torch.nan, device=self.q.device)}
-        options: dict[str, Any] = {**self.options, **self.own, **buffers, "return_lse": True, "backend": self.backend}
+        index = {f"index_{name}": scale for name, scale in self.index_scales.items()}
+        options: dict[str, Any] = {**self.options, **self.own, **self.scales, **index, **buffers}
+        options |= {"return_lse": True, "backend": self.backend}
         result = ops.msa_decode(*arguments, **options)
         ids.check_gaps("block_indices")
         if into_buffers:
@@ -345,7 +371,7 @@ class SparseDecode(SparseAttention):
         if not self.scored:
             return super().compare(outputs)
         # The reference takes no bounds, and attention no forced blocks.
-        options = {**self.options, "local_blocks": self.own["local_blocks"]}
+        options = {**self.options, **self.index_scales, "local_blocks": self.own["local_blocks"]}
         idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
         self.ids = reference.select_blocks(idx_q, idx_k, self.topk, num_kv_heads=self.k.shape[1], **options)
         compare.same("block_indices", outputs[2], self.ids)

@@ -12,15 +12,19 @@ import torch
 
 from msa_tiles import paths, runtime, spec
 from msa_tiles.call import backends
+from msa_tiles.cli import main
+from msa_tiles.commands import verify as verify_command
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell
-from msa_tiles.verify import inputs, operators, runner
-from msa_tiles.verify.cases import Case, Disagreement, cases
+from msa_tiles.verify import inputs, operators, quantised, runner
+from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 
 CPU = torch.device("cpu")
 MOST_QUERIES = 200  # on two cores the larger workloads take minutes
-QUANTISED = [("select_blocks", "q8k8")]
+SPECS = spec.load(paths.specs_dir())
+QUANTISED = [(op, precision) for op in sorted(operators.CHECKS) for precision in SPECS.operators[op].tolerance
+             if precision != "bf16"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +194,92 @@ def test_scales_that_a_kernel_forgets_are_noticed(name: str, specs: spec.Specs) 
         check.options[name] = check.scales[name]
         with pytest.raises(Disagreement, match="elements differ"):
             check.compare((wrong,))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("token_scales", [0, 1])
+@pytest.mark.parametrize("strided", [False, True])
+def test_scales_that_decoding_forgets_are_noticed(
+    name: str, token_scales: int, strided: bool, specs: spec.Specs
+) -> None:
+    found = (case for case in small_cases("sparse_decode", specs, "q16kv8") if case.workload.label == "partial_block")
+    case = next(case for case in found if case.point["token_scales"] == token_scales and not case.dims["scored_blocks"])
+    workload = dataclasses.replace(case.workload, dims={**case.workload.dims, "num_kv_heads": 4})
+    case = dataclasses.replace(case, workload=workload)
+    check = operators.SparseDecode(case, inputs.Source(CPU, 5, case.workload.values), strided, "reference")
+    check.compare(check.run(into_buffers=False))
+    check.scales[name] = torch.ones_like(check.scales[name])
+    wrong = check.run(into_buffers=False)
+    with pytest.raises(Disagreement, match=r"error|places"):
+        check.compare(wrong)
+
+
+def test_a_step_that_forgets_the_scales_of_the_indexer_is_noticed(specs: spec.Specs) -> None:
+    case = next(c for c in small_cases("sparse_decode", specs, "q16kv8")
+                if c.dims["scored_blocks"] and c.workload.label == "ragged")  # fmt: skip
+    workload = dataclasses.replace(case.workload, sequences=((3, 5000),), dims={"topk": 4, "num_kv_heads": 2})
+    case = dataclasses.replace(case, workload=workload)
+    check = operators.SparseDecode(case, inputs.Source(CPU, 3, case.workload.values), True, "reference")
+    check.compare(check.run(into_buffers=True))
+    for name, scale in check.index_scales.items():
+        check.index_scales[name] = torch.ones_like(scale)
+        wrong = check.run(into_buffers=True)
+        check.index_scales[name] = scale
+        with pytest.raises(Disagreement, match="block_indices"):
+            check.compare(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_spoilt(dtype: torch.dtype) -> None:
+    """Every row that no request uses, and two elements that some queries see; all NaN codes of e4m3 are among them."""
+    source = inputs.Source(CPU, 0, "normal")
+    lengths = source.lengths([(1, 3000), (1, 0), (1, 500)], shortened=True)
+    keys = source.values((3500, 2, 16), dtype)
+    quantised.spoil(source, lengths, keys)
+    used = lengths.seqused_k.tolist()
+    hidden = [*range(used[0], 3000), *range(3000 + used[2], 3500)]
+    nan = keys.float().isnan()
+    assert hidden and bool(nan[hidden].all()) and int(nan.sum()) == len(hidden) * 32 + 2
+    assert bool(nan[: used[0]].any()) and not bool(nan[3000 : 3000 + used[2]].any()), "of few keys none is spoilt"
+    if dtype.itemsize == 1:
+        assert {0x7F, 0xFF} == set(keys.view(torch.uint8)[nan].tolist())
+
+
+def test_one_head_is_louder(specs: spec.Specs) -> None:
+    dims = {"num_kv_heads": 4, "total_k": 100, "block_size": 64, "pages_per_block": 2, "token_scales": 1}
+    source = inputs.Source(CPU, 0, "normal")
+    lengths = source.lengths([(1, 100)], shortened=False)
+    for stored, rows in quantised.key_scales(source, dims, lengths, strided=False):
+        assert stored.shape[1:] == (4, 32) and rows.shape == (100, 4)
+        present = stored[~stored.isnan()]
+        assert torch.equal(present.sort().values, rows.flatten().sort().values), "NaN in every gap of the pages"
+        quiet, *_, loud = rows.amax(0).sort().values.tolist()
+        assert loud > 200 * quiet
+
+
+def test_slow_tools_get_a_small_case_of_a_few_points(specs: spec.Specs) -> None:
+    found = smallest(cases(cell_of("sparse_decode", "q16kv8"), specs))
+    assert len(found) == 4 == len({tuple(case.point.items()) for case in found})
+    assert all(0 < sum(keys for _, keys in case.workload.sequences) < 3000 for case in found)
+
+
+def test_the_sanitizer_watches_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(verify_command.shutil, "which", lambda name: "/cuda/compute-sanitizer")
+    monkeypatch.setattr(verify_command.subprocess, "run", lambda command, check: ran.append(command) or Done())
+    assert main(["verify", "--sanitizer", "memcheck", "--op", "combine", "--precision", "fp8", "--seed", "3"]) == 1
+    assert [command[:7] for command in ran] == [
+        ["/cuda/compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "23", "--kernel-name", f"kns={name}"]
+        for name in ("main_kernel", "_msa_tiles_kernel_")
+    ]
+    for command, dsl in zip(ran, ("tilelang", "cutedsl"), strict=True):
+        given = " ".join(command[8:])
+        assert given.startswith("-m msa_tiles verify --smallest --op combine ")
+        assert f"--dsl {dsl} " in given and "--precision fp8 " in given and given.endswith("--seed 3")
+
+
+class Done:
+    returncode = 23
 
 
 def test_the_m3_shape_is_verified_with_every_kind_of_scales(specs: spec.Specs) -> None:
