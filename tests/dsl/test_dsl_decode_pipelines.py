@@ -60,7 +60,7 @@ class Blocks:
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
-        self.pages_per_block = 0
+        self.pages_per_block = self.box_rows = 0
 
     def boxes_of(self, stages: Stages, _count: int) -> Stages:
         return stages
