@@ -53,6 +53,9 @@ GATES = (
     Gate("msa_decode", "decode_128k_b32", _VLLM, 1.03, 1.08),
     Gate("msa_decode", "decode_128k_b1", _VLLM, 1.3, 1.6),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.0),
+    Gate("msa_decode", "decode_128k_b32", _VLLM, 1.22, 1.28, "q8k8+q16kv8"),
+    Gate("msa_decode", "decode_128k_b1", _VLLM, 1.5, 1.8, "q8k8+q16kv8"),
+    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 15.3, 15.7, "q8k8+q16kv8"),
     Gate("msa_attention", "train_32k", ("flash_msa",), 8.0, 15.0),
     Gate("msa_attention", "train_128k", ("flash_msa",), 8.0, 15.0),
 )

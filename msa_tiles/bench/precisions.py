@@ -39,6 +39,16 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return named(names, groups, set(groups.values())) if names else list(groups)
 
 
+def multiplied(op: str, precision: str) -> str:
+    """The element that an operator multiplies in a precision that it takes part in."""
+    return cases.specs().precisions[part(op, precision)].multiply
+
+
+def roles(precision: str) -> set[str]:
+    """The tensors that a precision is about: `query`, `key_value` or `index_key`."""
+    return {role for name in precision.split("+") for role in cases.specs().precisions[name].roles}
+
+
 def dtype(precision: str, role: str) -> torch.dtype:
     """What tensors of a role are stored in, `query`, `key_value` or `index_key`."""
     for name in precision.split("+"):

@@ -58,7 +58,11 @@ def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], cu
     if gate is None:
         return ""
     ratio, words = gates.best(gate, latest, current)
-    return f"{gate.ratio:g}x {words}" if ratio is None else f"{gate.ratio:g}x {words} ({ratio:.2f})"
+    return (
+        f"{gate.ratio:g}x {words}"
+        if ratio is None
+        else f"{gate.ratio:g}x {words} ({ratio:.{1 if ratio >= 10 else 2}f})"
+    )
 
 
 def _ms(value: float) -> str:

@@ -13,6 +13,7 @@ from msa_tiles.bench.operators import decode as bench
 
 CPU = torch.device("cpu")
 CARD = "NVIDIA H100 80GB HBM3"
+BENCHMARK_PRECISIONS = bench.BENCHMARK.precisions
 
 
 @pytest.fixture
@@ -22,11 +23,11 @@ def case():
     return dataclasses.replace(bench.find("decode_128k_b8"), batch=3, keys=1301, dims=point)
 
 
-@pytest.fixture
-def prepared(case, monkeypatch):
+@pytest.fixture(params=BENCHMARK_PRECISIONS)
+def prepared(case, monkeypatch, request):
     monkeypatch.setattr(peers, "vllm_module", lambda: "no vllm here")
     monkeypatch.setattr(peers, "flash_attention_4", lambda: "no flash_attn here")
-    return bench.prepare(case, CPU, "bf16")
+    return bench.prepare(case, CPU, request.param)
 
 
 @pytest.fixture
@@ -54,11 +55,11 @@ def test_inputs_are_paged_caches_of_every_request(case, made):
 
 def test_sets_differ(prepared, made):
     other = prepared.make(1)
-    for field in dataclasses.fields(made):
-        same = torch.equal(getattr(made, field.name), getattr(other, field.name))
-        assert same == (field.name in ("seq_lens", "cu_seqlens_q")), field.name
     again = prepared.make(0)
-    assert all(torch.equal(getattr(made, f.name), getattr(again, f.name)) for f in dataclasses.fields(made))
+    for name in (field.name for field in dataclasses.fields(made) if getattr(made, field.name) is not None):
+        same = torch.equal(getattr(made, name), getattr(other, name))
+        assert same == (name in ("seq_lens", "cu_seqlens_q", "scale")), name
+        assert torch.equal(getattr(made, name), getattr(again, name))
 
 
 def test_ours_passes_its_own_check(prepared, made):
@@ -69,16 +70,18 @@ def test_ours_passes_its_own_check(prepared, made):
     assert call()[1] is out, "every call writes the same buffers"
 
 
-def test_bench_of_a_case(prepared):
-    assert prepared.bytes_per_set == 2 * 3 * 1301 * 32, "the index keys are what every call reads"
+def test_bench_of_a_case(prepared, made):
+    size = made.index_cache.itemsize
+    assert prepared.bytes_per_set == size * 3 * 1301 * 32, "the index keys are what every call reads"
     assert [peer.name for peer in prepared.peers] == ["vllm", "fa4", "dense_bytes"]
 
 
-def test_the_floor_reads_index_keys_and_selected_blocks_once():
-    index, selected = 2 * 32 * 131072 * 128, 4 * 32 * 4 * 16 * 128 * 128
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("q8k8+q16kv8", 1)])
+def test_the_floor_reads_index_keys_and_selected_blocks_once(precision, size):
+    index, selected = 32 * 131072 * 128, 2 * 32 * 4 * 16 * 128 * 128
     memory = cases.device_of(CARD).memory_gb_per_s
-    floor = cases.floor_ms(bench.work("decode_128k_b32", "bf16"), CARD)
-    assert floor == pytest.approx((index + selected) / (memory * 1e9) * 1e3)
+    floor = cases.floor_ms(bench.work("decode_128k_b32", precision), CARD)
+    assert floor == pytest.approx(size * (index + selected) / (memory * 1e9) * 1e3)
 
 
 def test_dense_attention_is_checked_over_all_keys(case, made, monkeypatch):
@@ -141,16 +144,19 @@ def test_a_wrong_output_is_noticed(case, prepared, made):
 def test_equal_scores_may_go_either_way():
     scores = torch.tensor([[1.0, 5.0, 5.0, 0.0]])
     for chosen in ([1, 3], [2, 3], [3, 2]):
-        assert bench.ranked(scores, torch.tensor([chosen], dtype=torch.int32), 2) is None
-    assert "score higher" in bench.ranked(scores, torch.tensor([[0, 3]], dtype=torch.int32), 2)
+        assert bench.ranked(scores, torch.tensor([chosen], dtype=torch.int32), 2, bench.SCORE_SLACK) is None
+    assert "score higher" in bench.ranked(scores, torch.tensor([[0, 3]], dtype=torch.int32), 2, bench.SCORE_SLACK)
 
 
 def test_dense_bytes_moves_as_much_as_the_cache_holds(case, made):
     contender = bench.dense_bytes(case)
-    before = made.cache.clone().view(-1)
+    before, after = (cache.view(-1).view(torch.int32) for cache in (made.cache.clone(), made.cache))
     contender.bind(made)()
     half = before.numel() // 2
-    assert torch.equal(made.cache.view(-1)[:half], -before[half : 2 * half])
+    if made.scale is None:
+        assert torch.equal(after[:half], ~before[half : 2 * half]) and torch.equal(after[half:], before[half:])
+    else:
+        assert torch.equal(after, ~before)
     assert contender.check(made, None) is None
 
 
@@ -160,15 +166,16 @@ class Vllm:
     def minimax_m3_index_decode(self, idx_q, cache, table, lengths, most, topk, init, local, heads, a, b, out):
         assert (init, local, a, b) == (0, 1, 1, 1) and most >= int(lengths.max())
         starts = torch.arange(len(idx_q) + 1, dtype=torch.int32)
-        chosen = bench.reference.select_blocks(
-            idx_q, cache, topk, num_kv_heads=heads, cu_seqlens_q=starts, page_table=table, seqused_k=lengths
-        )
+        where = {"cu_seqlens_q": starts, "page_table": table, "seqused_k": lengths}
+        idx_q, cache = bench.wide(idx_q), bench.wide(cache)
+        chosen = bench.reference.select_blocks(idx_q, cache, topk, num_kv_heads=heads, **where)
         out.copy_(chosen)
         return out
 
-    def minimax_m3_sparse_attn_decode(self, q, cache, ids, table, lengths, heads, scale, out, queries):
+    def minimax_m3_sparse_attn_decode(self, q, cache, ids, table, lengths, heads, scale, out, queries, **scales):
         assert heads == cache.shape[1] and queries == 1
-        k, v = cache.chunk(2, -1)
+        assert [x is None for x in scales.values()] == 2 * [cache.dtype == torch.bfloat16]
+        k, v = bench.wide(cache).chunk(2, -1)
         starts = torch.arange(len(q) + 1, dtype=torch.int32)
         where = {"cu_seqlens_q": starts, "page_table": table, "seqused_k": lengths}
         out.copy_(bench.reference.sparse_attention(q, k, v, ids, softmax_scale=scale, **where)[0])

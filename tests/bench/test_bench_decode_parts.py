@@ -82,6 +82,8 @@ def test_sets_differ(prepare, op):
 
 
 def tensors(made) -> list[torch.Tensor]:
+    if made is None:
+        return []
     if isinstance(made, torch.Tensor):
         return [made]
     return [tensor for field in dataclasses.fields(made) for tensor in tensors(getattr(made, field.name))]
@@ -124,7 +126,8 @@ def test_an_unknown_case_names_the_operator():
 class Vllm:
     """vLLM's attention as the benchmark calls it, answered by the reference."""
 
-    def minimax_m3_sparse_attn_decode(self, q, cache, ids, table, lengths, heads, scale, out, queries):
+    def minimax_m3_sparse_attn_decode(self, q, cache, ids, table, lengths, heads, scale, out, queries, **scales):
+        assert scales == {"k_scale": None, "v_scale": None}
         assert heads == cache.shape[1] and queries == 1 and ids.stride() == (ids.shape[2], heads * ids.shape[2], 1)
         k, v = cache.chunk(2, -1)
         starts = torch.arange(len(q) + 1, dtype=torch.int32)

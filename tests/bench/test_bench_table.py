@@ -65,7 +65,7 @@ def test_stale_figures_are_marked_and_never_stand_for_the_kernel():
     assert table.STALE_LEGEND in table.legend(table.lines([old, new], NOW))
     assert table.STALE_LEGEND not in table.legend(table.lines([new], NOW))
     gated = line(row("topk_select", "prefill_128k_u", digest="old", ms=1.0, baselines={"torch": 17.0}))
-    assert gated["gate"] == "16x stale (17.00)"
+    assert gated["gate"] == "16x stale (17.0)"
 
 
 def test_lines_come_in_the_order_of_the_operators_and_unknown_ones_last():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.bench import checks, peers
+from msa_tiles.bench import checks, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
 from msa_tiles.bench.inputs import normal
 from msa_tiles.bench.timing import Call
@@ -58,7 +58,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries, vLLM's caches (K beside V; index keys), and where the requests stand in them."""
+    """Queries, vLLM's caches (K beside V; index keys), and where the requests stand in them.
+
+    `scale` is that of FP8 keys and of FP8 values, which stand for themselves.
+    """
 
     q: Tensor
     idx_q: Tensor
@@ -67,6 +70,29 @@ class Inputs:
     page_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
+    scale: Tensor | None = None
+
+    def scales(self) -> dict[str, Any]:
+        """k_scale and v_scale of a call."""
+        return {"k_scale": self.scale, "v_scale": self.scale}
+
+    def of_request(self, request: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Keys, values and index keys of one request, FP8 ones widened, and where they are."""
+        pages = self.page_table[request]
+        cache, index_cache = (wide(pool[pages]) for pool in (self.cache, self.index_cache))
+        table = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
+        where = {"page_table": table, "seqused_k": self.seq_lens[request : request + 1]}
+        return *cache.split(cache.shape[-1] // 2, -1), index_cache, where
+
+
+def stored_in(precision: str, role: str) -> torch.dtype:
+    """The dtype of a cache; BF16 for one that the operator of this precision does not read."""
+    return precisions.dtype(precision, role) if role in precisions.roles(precision) else torch.bfloat16
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """FP8 as BF16, which is exact."""
+    return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
 def find(label: str, op: str = OP) -> Case:
@@ -78,26 +104,28 @@ def find(label: str, op: str = OP) -> Case:
     return Case(label, batch, keys, point, op)
 
 
-def make(case: Case, device: torch.device, seed: int) -> Inputs:
+def make(case: Case, device: torch.device, precision: str, seed: int) -> Inputs:
     """Random caches whose pages lie in random order."""
+    stored, index = (stored_in(precision, role) for role in ("key_value", "index_key"))
     dim, heads, pages = case["head_dim"], case["num_kv_heads"], case.batch * case.pages
     torch.manual_seed(seed)
     table = torch.randperm(pages, device=device).to(torch.int32).view(case.batch, case.pages)
     return Inputs(
         normal(4 * seed, device, case.batch, heads * case["group"], dim),
-        normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim),
-        normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim),
-        normal(4 * seed + 3, device, pages, PAGE, dim),
+        normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim).to(index),
+        normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim).to(stored),
+        normal(4 * seed + 3, device, pages, PAGE, dim).to(index),
         table,
         torch.full((case.batch,), case.keys, dtype=torch.int32, device=device),
         torch.arange(case.batch + 1, dtype=torch.int32, device=device),
+        torch.ones((), device=device) if stored.itemsize == 1 else None,
     )
 
 
-def make_indexer(case: Case, device: torch.device, seed: int) -> Inputs:
+def make_indexer(case: Case, device: torch.device, precision: str, seed: int) -> Inputs:
     """The same with an empty cache of keys and values, for steps that do not read it."""
     without_cache = dataclasses.replace(case, dims={**case.dims, "num_kv_heads": 0})
-    return make(without_cache, device, seed)
+    return make(without_cache, device, precision, seed)
 
 
 def ours(case: Case, dsl: str, x: Inputs) -> Call:
@@ -122,6 +150,7 @@ def ours(case: Case, dsl: str, x: Inputs) -> Call:
             seqused_k=x.seq_lens,
             max_seqlen_q=1,
             max_seqlen_k=case.keys,
+            **x.scales(),
             workspace=workspace,
             out=out,
             lse=lse,
@@ -149,7 +178,7 @@ def vllm(case: Case) -> Contender | Skipped:
                 x.idx_q, x.index_cache, x.page_table, x.seq_lens, case.keys, topk, 0, 1, heads, 1, 1, out=buffer
             )
             module.minimax_m3_sparse_attn_decode(
-                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, 1
+                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, 1, **x.scales()
             )
             return ids, out
 
@@ -167,7 +196,7 @@ def fa4_dense(case: Case) -> Contender | Skipped:
         return Skipped("fa4", "the keys have 2**31 elements or more")
 
     def bind(x: Inputs) -> Call:
-        k, v = (dense_rows(part, x.page_table) for part in x.cache.split(case["head_dim"], -1))
+        k, v = (dense_rows(wide(part), x.page_table) for part in x.cache.split(case["head_dim"], -1))
 
         def call() -> Tensor:
             result = attend(x.q[:, None], k, v, causal=False)
@@ -186,9 +215,8 @@ def dense_rows(pages: Tensor, page_table: Tensor) -> Tensor:
 def check_dense(case: Case, x: Inputs, out: Tensor) -> str | None:
     """The output of the first and last request against softmax over all of its keys."""
     for b in sorted({0, case.batch - 1}):
-        k, v = (
-            dense_rows(part, x.page_table[b : b + 1])[0, : case.keys] for part in x.cache.split(case["head_dim"], -1)
-        )
+        *parts, _, where = x.of_request(b)
+        k, v = (dense_rows(part, where["page_table"])[0, : case.keys] for part in parts)
         wanted = torch.empty(1, *out.shape[1:], device=out.device)
         for head in range(case["num_kv_heads"]):
             heads = slice(head * case["group"], (head + 1) * case["group"])
@@ -201,17 +229,19 @@ def check_dense(case: Case, x: Inputs, out: Tensor) -> str | None:
 
 
 def dense_bytes(case: Case) -> Contender:
-    """The least that dense decode can take: as many bytes as all keys and values hold, at the speed of a copy.
+    """The least that dense decode can take: as many bytes as all keys and values hold in BF16, at the speed of a copy.
 
-    Half of the cache, negated into the other half, reads and writes as many bytes as reading all of it.
+    Half of the cache, inverted into the other half, reads and writes as many bytes as reading all of it; all of an FP8
+    cache, inverted in place, as many as reading it in BF16.
     """
 
     def bind(x: Inputs) -> Call:
-        flat = x.cache.view(-1)
+        flat = x.cache.view(-1).view(torch.int32)
         half = flat.numel() // 2
+        source, target = (flat[half : 2 * half], flat[:half]) if x.scale is None else (flat, flat)
 
         def call() -> None:
-            torch.neg(flat[half : 2 * half], out=flat[:half])
+            torch.bitwise_not(source, out=target)
 
         return call
 
@@ -221,11 +251,10 @@ def dense_bytes(case: Case) -> Contender:
 def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     """The ids of the first and last request against scores in float32, the output against attention over those ids."""
     ids, out = result
-    k, v = x.cache.split(case["head_dim"], -1)
     for b in {0, case.batch - 1}:
-        where: dict[str, Any] = {"page_table": x.page_table[b : b + 1], "seqused_k": x.seq_lens[b : b + 1]}
+        k, v, _, where = x.of_request(b)
         rows = slice(b, b + 1)
-        wrong = ranked(scores_of(x, b), ids[:, b], case["topk"])
+        wrong = ranked(scores_of(x, b), ids[:, b], case["topk"], slack(x))
         if wrong:
             return f"request {b}: {wrong}"
         wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, ids[:, rows], block_size=PAGE, **where)
@@ -237,12 +266,17 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
 
 def scores_of(x: Inputs, request: int) -> Tensor:
     """float32 scores `[Hi, blocks]` of one request, by the reference."""
-    rows = slice(request, request + 1)
-    where: dict[str, Any] = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
-    return reference.index_score(x.idx_q[rows], x.index_cache, block_size=PAGE, **where)[:, 0]
+    *_, index_cache, where = x.of_request(request)
+    idx_q = wide(x.idx_q[request : request + 1])
+    return reference.index_score(idx_q, index_cache, block_size=PAGE, **where)[:, 0]
 
 
-def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float = SCORE_SLACK) -> str | None:
+def slack(x: Inputs) -> float:
+    """What scores may be off by, as a part of the largest: the tensor cores add products of FP8 with fewer bits."""
+    return checks.FP8_SCORE_LIMIT if x.idx_q.dtype.itemsize == 1 else SCORE_SLACK
+
+
+def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float) -> str | None:
     """Are `ids [H, k]` distinct, with the last block among them, the others a best choice by `scores [H, blocks]`?"""
     last = scores.shape[1] - 1
     for head in range(len(ids)):
@@ -260,36 +294,37 @@ def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float = SCORE_SLACK) -
     return None
 
 
-def score_work(case: Case) -> Work:
+def score_work(case: Case, precision: str) -> Work:
     """Every index key is read once and multiplied with every index head."""
     products = case["num_index_heads"] * case["head_dim"] * case.batch * case.keys
-    return Work(2 * products, index_bytes(case), "bfloat16")
+    return Work(2 * products, index_bytes(case, precision), precisions.multiplied("decode_score", precision))
 
 
-def attention_work(case: Case) -> Work:
+def attention_work(case: Case, precision: str) -> Work:
     """The selected keys and values are read once for each KV head."""
     keys = case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
-    return Work(4 * case["group"] * keys, 4 * keys, "bfloat16")
+    size = 2 * stored_in(precision, "key_value").itemsize
+    return Work(4 * case["group"] * keys, size * keys, precisions.multiplied("sparse_decode", precision))
 
 
-def index_bytes(case: Case) -> int:
+def index_bytes(case: Case, precision: str) -> int:
     """Bytes of the index keys."""
-    return 2 * case.batch * case.keys * case["head_dim"]
+    return stored_in(precision, "index_key").itemsize * case.batch * case.keys * case["head_dim"]
 
 
 def work(label: str, precision: str) -> list[Work]:
-    return [score_work(find(label)), attention_work(find(label))]
+    return [score_work(find(label), precision), attention_work(find(label), precision)]
 
 
 def prepare(case: Case, device: torch.device, precision: str) -> Bench:
     return Bench(
         case=case,
-        make=functools.partial(make, case, device),
-        bytes_per_set=index_bytes(case),
+        make=functools.partial(make, case, device, precision),
+        bytes_per_set=index_bytes(case, precision),
         ours=functools.partial(ours, case),
         check=functools.partial(check, case),
         peers=[vllm(case), fa4_dense(case), dense_bytes(case)],
     )
 
 
-BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS)
+BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS, precisions.BOTH)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.bench import checks, peers
+from msa_tiles.bench import checks, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
 from msa_tiles.bench.inputs import normal
 from msa_tiles.bench.operators import decode
@@ -43,8 +42,8 @@ def prepare_score(case: Case, device: torch.device, precision: str) -> Bench:
 
     return Bench(
         case=case,
-        make=functools.partial(decode.make_indexer, case, device),
-        bytes_per_set=decode.index_bytes(case),
+        make=functools.partial(decode.make_indexer, case, device, precision),
+        bytes_per_set=decode.index_bytes(case, precision),
         ours=ours,
         check=functools.partial(check_score, case),
         peers=[],
@@ -56,7 +55,7 @@ def check_score(case: Case, x: Inputs, found: Tensor) -> str | None:
     for b in sorted({0, case.batch - 1}):
         wanted = decode.scores_of(x, b)
         error = (found[:, b] - wanted).abs().max().item() / wanted.abs().max().item()
-        if not error <= decode.SCORE_SLACK:
+        if not error <= decode.slack(x):
             return f"request {b}: scores are off by {error:.3g} of the largest"
     return None
 
@@ -122,7 +121,7 @@ def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench
 
     @functools.lru_cache(maxsize=1)
     def pool() -> Inputs:
-        return decode.make(case, device, 0)
+        return decode.make(case, device, precision, 0)
 
     def make(seed: int) -> Chosen:
         """Other queries and other blocks of the same caches: what a call reads is a small part of them."""
@@ -152,6 +151,7 @@ def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench
                 max_seqlen_q=1,
                 max_seqlen_k=case.keys,
                 block_size=PAGE,
+                **x.scales(),
                 workspace=workspace,
                 out=out,
                 lse=lse,
@@ -164,7 +164,7 @@ def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench
     return Bench(
         case=case,
         make=make,
-        bytes_per_set=int(decode.attention_work(case).bytes),
+        bytes_per_set=int(decode.attention_work(case, precision).bytes),
         ours=ours,
         check=functools.partial(check_attention, case),
         peers=[vllm_attention(case)],
@@ -183,7 +183,16 @@ def vllm_attention(case: Case) -> Contender | Skipped:
 
         def call() -> Tensor:
             module.minimax_m3_sparse_attn_decode(
-                x.q, x.cache, ids, x.page_table, x.seq_lens, case["num_kv_heads"], x.q.shape[-1] ** -0.5, out, 1
+                x.q,
+                x.cache,
+                ids,
+                x.page_table,
+                x.seq_lens,
+                case["num_kv_heads"],
+                x.q.shape[-1] ** -0.5,
+                out,
+                1,
+                **x.scales(),
             )
             return out
 
@@ -195,10 +204,9 @@ def vllm_attention(case: Case) -> Contender | Skipped:
 def check_attention(case: Case, chosen: Chosen, out: Tensor) -> str | None:
     """The output of the first and last request against attention over their blocks."""
     x = chosen.x
-    k, v = x.cache.split(case["head_dim"], -1)
     for b in sorted({0, case.batch - 1}):
         rows = slice(b, b + 1)
-        where: dict[str, Any] = {"page_table": x.page_table[rows], "seqused_k": x.seq_lens[rows]}
+        k, v, _, where = x.of_request(b)
         wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, chosen.ids[:, rows], block_size=PAGE, **where)
         wrong = checks.close(out[rows], wanted)
         if wrong:
@@ -207,7 +215,7 @@ def check_attention(case: Case, chosen: Chosen, out: Tensor) -> str | None:
 
 
 def score_work(label: str, precision: str) -> list[Work]:
-    return [decode.score_work(decode.find(label))]
+    return [decode.score_work(decode.find(label), precision)]
 
 
 def topk_work(label: str, precision: str) -> list[Work]:
@@ -217,14 +225,14 @@ def topk_work(label: str, precision: str) -> list[Work]:
 
 
 def attention_work(label: str, precision: str) -> list[Work]:
-    return [decode.attention_work(decode.find(label))]
+    return [decode.attention_work(decode.find(label), precision)]
 
 
 BENCHMARKS = tuple(
-    Benchmark(op, LABELS, functools.partial(decode.find, op=op), prepare, work, (op,))
-    for op, prepare, work in (
-        ("decode_score", prepare_score, score_work),
-        ("decode_topk", prepare_topk, topk_work),
-        ("sparse_decode", prepare_attention, attention_work),
+    Benchmark(op, LABELS, functools.partial(decode.find, op=op), prepare, work, (op,), known)
+    for op, prepare, work, known in (
+        ("decode_score", prepare_score, score_work, precisions.INDEXER),
+        ("decode_topk", prepare_topk, topk_work, (precisions.BF16,)),
+        ("sparse_decode", prepare_attention, attention_work, precisions.ATTENTION),
     )
 )
