@@ -543,18 +543,27 @@ def _import(name: str, names: Any = None, local: Any = None, fromlist: Any = (),
         for part in name.split(".")[1:]:
             found = getattr(found, part)
         return found
+    if name == HELPERS.rstrip(".") or (name.startswith(HELPERS) and _file(name.removeprefix(HELPERS)) is None):
+        package = name.removeprefix(HELPERS.rstrip(".")).removeprefix(".")
+        return types.SimpleNamespace(**{part: helper(f"{package}.{part}".lstrip(".")) for part in fromlist})
     if name.startswith(HELPERS):
         return helper(name.removeprefix(HELPERS))
-    if name == HELPERS.rstrip("."):
-        return types.SimpleNamespace(**{part: helper(part) for part in fromlist})
     return builtins.__import__(name, names, local, fromlist, level)
 
 
 def helper(name: str) -> types.ModuleType:
     """A module of `msa_tiles.dsl.cutedsl` as plain Python."""
     if name not in _LOADED:
-        _LOADED[name] = load(PACKAGE / "dsl" / "cutedsl" / f"{name}.py".replace(".", "/", name.count(".")))
+        file = _file(name)
+        assert file is not None, name
+        _LOADED[name] = load(file)
     return _LOADED[name]
+
+
+def _file(name: str) -> Path | None:
+    """The file of a module of `msa_tiles.dsl.cutedsl`; None for a package."""
+    path = PACKAGE / "dsl" / "cutedsl" / name.replace(".", "/")
+    return None if path.is_dir() else path.with_name(f"{path.name}.py")
 
 
 def load(file: Path) -> types.ModuleType:

@@ -90,7 +90,7 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
     def make_tensor(place: Pointer, _layout: Any) -> Any:
         return Array(place.of.values.reshape(-1)) if isinstance(_layout, int) else place.of
 
-    def turned(tensor: Array, *_shape: int, panels_apart: bool = False) -> Operand:
+    def transposed(tensor: Array, *_shape: int, panels_apart: bool = False) -> Operand:
         if tensor.values.shape[1:] == (TILE, 3 * consumers):  # dS: the keys of all consumers
             return Operand(
                 lambda tile: (
@@ -126,9 +126,9 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
     float32 = type("Float32", (float,), {"inf": math.inf})
     names = {"cutlass": cutlass, "cute": cute, "Float32": float32, "Int32": int, "Int64": float, "Any": Any}
     helpers = load(
-        HELPERS, **names, Rows=Rows, ATOM=8, choose=lambda condition, value, other: value if condition else other
+        HELPERS, **names, Rows=Rows, ATOM=8, pick_float=lambda condition, value, other: value if condition else other
     )
-    helpers |= {"HALF": LANES // 4, "round_pair": Pair, "turned": turned}
+    helpers |= {"HALF": LANES // 4, "round_pair": Pair, "transposed": transposed}
 
     def pairs(sums: Array, key: int) -> Array:
         return Array(sums.values[key].reshape(-1, 4, 2)[:, chip.lane % 4].T)
@@ -142,8 +142,8 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
         "cpasync": types.SimpleNamespace(prefetch_descriptor=lambda _atom: None),
         "gradients": types.SimpleNamespace(
             **{name: helpers[name] for name in ("probabilities", "score_gradients", "load_sums", "store_sums")},
-            turned=turned,
-            turned_product=lambda element, columns: multiplications.product(element, columns, 1, 0),
+            transposed=transposed,
+            transposed_product=lambda element, columns: multiplications.product(element, columns, 1, 0),
         ),
         "hopper": types.SimpleNamespace(
             make_smem_layout_b=lambda _major, tiler, _element, count: types.SimpleNamespace(

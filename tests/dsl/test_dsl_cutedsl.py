@@ -21,7 +21,7 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 from cutlass.tensor_utils import LayoutEnum  # noqa: E402
 
 from msa_tiles import reference  # noqa: E402
-from msa_tiles.dsl.cutedsl import gradients, maxima, queued, topk, varlen, warp  # noqa: E402
+from msa_tiles.dsl.cutedsl import candidate_queue, gradients, maxima, topk, varlen, warp  # noqa: E402
 from msa_tiles.dsl.cutedsl.gather import Rows  # noqa: E402
 from msa_tiles.runtime.registry import default_registry  # noqa: E402
 
@@ -105,11 +105,11 @@ def rank_candidates(
     local: Int32, order: Int32, capacity: cutlass.Constexpr,
 ):  # fmt: skip
     for i in cutlass.range(scores.shape[0]):
-        row = queued.Candidates(queue, capacity, valid[i], init, local)
-        queued.start(row)
+        row = candidate_queue.Candidates(queue, capacity, valid[i], init, local)
+        candidate_queue.start(row)
         for block in cutlass.range(scores.shape[1]):
-            queued.offer(row, scores[i, block], block)
-        queued.settle(row)
+            candidate_queue.offer(row, scores[i, block], block)
+        candidate_queue.settle(row)
         positive[i] = row.positive[0]
         topk.emit(row.keys, row.ids, valid[i], Int32(out.shape[1]), order, out[i, None])
 
@@ -117,7 +117,7 @@ def rank_candidates(
 def test_a_sorting_network_sorts() -> None:
     # It does so with everything if it does with zeros and ones.
     for size in (2, 4, 8, 16):
-        pairs = queued.exchanges(size)
+        pairs = candidate_queue.exchanges(size)
         for entries in map(list, itertools.product((0, 1), repeat=size)):
             for upper, lower in pairs:
                 if entries[lower] > entries[upper]:
@@ -140,7 +140,7 @@ def test_a_list_behind_a_queue_holds_the_best(
         scores[torch.rand(scores.shape, generator=generator) < 0.05] = value
     valid = torch.randint(0, 62, (200,), generator=generator).to(torch.int32)
     out, positive = int32(200, k), int32(200)
-    queue = torch.full((queued.WAITING,), -1, dtype=torch.int64)
+    queue = torch.full((candidate_queue.WAITING,), -1, dtype=torch.int64)
     # Blocks past the valid ones are offered too, as a tile's other rows may see them.
     run(rank_candidates, scores, valid, out, positive, queue, init, local, order, capacity)
     forced = {"init_blocks": init, "local_blocks": local, "order": ORDERS[order]}
@@ -315,19 +315,19 @@ def places(layout: cutlass.Constexpr, out: cute.Tensor):
 
 @cute.jit
 def tile_places(
-    gathered: cute.Tensor, turned_gathered: cute.Tensor, keys: cute.Tensor, turned_keys: cute.Tensor,
-    scores: cute.Tensor, turned_scores: cute.Tensor, boxes: cute.Tensor, head_dim: cutlass.Constexpr,
+    gathered: cute.Tensor, transposed_gathered: cute.Tensor, keys: cute.Tensor, transposed_keys: cute.Tensor,
+    scores: cute.Tensor, transposed_scores: cute.Tensor, boxes: cute.Tensor, head_dim: cutlass.Constexpr,
     block_size: cutlass.Constexpr, group: cutlass.Constexpr,
 ):  # fmt: skip
     """Gathered rows, keys and the gradients of scores, each by rows and by columns; boxes of partial results."""
     rows, panels = Rows(BFloat16, head_dim, group), gradients.Panels(BFloat16, head_dim, group)
     tiler = (64, block_size, head_dim)
     places(rows.tiles_layout(3).outer, gathered)
-    places(gradients.turned_layout(BFloat16, head_dim, 64, 3, False).outer, turned_gathered)
+    places(gradients.transposed_layout(BFloat16, head_dim, 64, 3, False).outer, transposed_gathered)
     places(hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, 1).outer, keys)
-    places(gradients.turned_layout(BFloat16, head_dim, block_size, 1, True).outer, turned_keys)
+    places(gradients.transposed_layout(BFloat16, head_dim, block_size, 1, True).outer, transposed_keys)
     places(panels.tiles_layout(2 * block_size // 64).outer, scores)
-    places(gradients.turned_layout(BFloat16, 64, block_size, 2, False).outer, turned_scores)
+    places(gradients.transposed_layout(BFloat16, 64, block_size, 2, False).outer, transposed_scores)
     shape, stride = panels.boxes_layout(2)
     box = cute.make_layout(shape, stride=stride)
     for token in cutlass.range(boxes.shape[0]):
@@ -340,15 +340,15 @@ def tile_places(
 @pytest.mark.parametrize(("head_dim", "block_size", "group"), [(128, 128, 16), (128, 64, 8), (64, 128, 4), (64, 64, 1)])
 def test_tiles_are_read_by_rows_and_by_columns(head_dim: int, block_size: int, group: int) -> None:
     consumers, tokens = block_size // 64, 64 // max(group, 8)
-    gathered, turned_gathered = int32(64, head_dim, 3), int32(head_dim, 64, 3)
-    keys, turned_keys = int32(block_size, head_dim, 1), int32(head_dim, block_size, 1)
-    scores, turned_scores = int32(64, 64, 2 * consumers), int32(64, block_size, 2)
+    gathered, transposed_gathered = int32(64, head_dim, 3), int32(head_dim, 64, 3)
+    keys, transposed_keys = int32(block_size, head_dim, 1), int32(head_dim, block_size, 1)
+    scores, transposed_scores = int32(64, 64, 2 * consumers), int32(64, block_size, 2)
     boxes = int32(tokens, group, 64)
-    tensors = (gathered, turned_gathered, keys, turned_keys, scores, turned_scores, boxes)
+    tensors = (gathered, transposed_gathered, keys, transposed_keys, scores, transposed_scores, boxes)
     run(tile_places, *tensors, head_dim, block_size, group)
-    assert len(gathered.unique()) == gathered.numel() and torch.equal(gathered, turned_gathered.transpose(0, 1))
-    assert len(keys.unique()) == keys.numel() and torch.equal(keys, turned_keys.transpose(0, 1))
+    assert len(gathered.unique()) == gathered.numel() and torch.equal(gathered, transposed_gathered.transpose(0, 1))
+    assert len(keys.unique()) == keys.numel() and torch.equal(keys, transposed_keys.transpose(0, 1))
     # The keys of a consumer are a tile of their own, [key, row, buffer and consumer].
     of_consumers = scores.unflatten(2, (2, consumers)).permute(1, 3, 0, 2).flatten(1, 2)
-    assert len(scores.unique()) == scores.numel() and torch.equal(of_consumers, turned_scores)
+    assert len(scores.unique()) == scores.numel() and torch.equal(of_consumers, transposed_scores)
     assert torch.equal(boxes, scores[..., 1].unflatten(0, (tokens, -1))[:, :group])

@@ -56,9 +56,9 @@ def chosen(op: str, score: TorchTensor, valid: TorchTensor, k: int, order: int, 
     if op == "topk_select":
         capacity = next(size for size in (8, 16, 32, 64) if k <= size)
         kernel, threads, rows = module.TopkSelect(capacity), module.THREADS, 2
-        grid, numbers = (1, -(-total_q // (module.WARPS * rows)), 1), [*numbers, rows]
+        grid, numbers = (-(-total_q // (module.WARPS * rows)), 1, 1), [*numbers, rows]
     else:
-        kernel, threads, grid = module.DecodeTopk(), module.THREADS, (1, total_q, 1)
+        kernel, threads, grid = module.DecodeTopk(), module.THREADS, (total_q, 1, 1)
     tensors = (lanes.tensor_of(score), starts, starts, starts, starts, lanes.tensor_of(valid), out)
     lanes.launch(kernel.kernel, (*tensors, *map(Int32, numbers)), grid, threads)
     return torch.tensor([int(block) for block in out.memory], dtype=torch.int32).view(1, total_q, k)

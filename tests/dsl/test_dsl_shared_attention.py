@@ -279,7 +279,7 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         "cutlass": cutlass, "cute": cute, "Boolean": bool, "Float32": float32, "Int32": int, "Int64": float, "Any": Any,
     }  # fmt: skip
     scores = load(HELPERS / "scores.py", **names)
-    folding = {name: scores[name] for name in ("choose", "fold")}
+    folding = {name: scores[name] for name in ("pick_float", "fold")}
     softmax = load(HELPERS / "softmax.py", **names, **folding)
     running = load(HELPERS / "running.py", **names, **folding, quad_max=softmax["quad_max"], round_pair=Pair)
     hidden = load(HELPERS / "hidden.py", **names)
@@ -302,7 +302,7 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         "clean_column": hidden["clean_column"],
         "unbounded_pair": lambda pair: int(not (math.isfinite(pair.low) and math.isfinite(pair.high))),
         "HIGH": None,
-        "choose": scores["choose"],
+        "pick_float": scores["pick_float"],
         "pick": lambda condition, value, other: value if condition else other,
         "ballot": chip.vote_ballot_sync,
         "count_bits": chip.popc,
@@ -631,7 +631,7 @@ FAULTS = {
     "the producer does not wait for the kernel before": Fault(DEPENDENCY + "            for m", "            for m"),
     "consumers do not wait for the kernel before": Fault(DEPENDENCY + "            own", "            own"),
     "O is not rescaled": Fault("tile.O[i] = tile.O[i] * rescale[i // 2 % 2]", "pass"),
-    "what was not loaded is weighed": Fault("value = choose(there[half], value, Float32(0.0))", "pass"),
+    "what was not loaded is weighed": Fault("value = pick_float(there[half], value, Float32(0.0))", "pass"),
     "a slot counts for all rows of a warp": Fault(
         "slot >= cutlass.min(slots[0], slots[1])", "slot >= cutlass.max(slots[0], slots[1])"
     ),

@@ -227,7 +227,7 @@ def device_code(chip: Chip, source: str | None = None) -> dict[str, Any]:
     )
     float32 = type("Float32", (float,), {"inf": math.inf})
     names = {"cutlass": cutlass, "cute": cute, "Float32": float32, "Int32": int, "Int64": int}
-    names["choose"] = lambda condition, value, other: value if condition else other
+    names["pick_float"] = lambda condition, value, other: value if condition else other
     names |= load(SOFTMAX, **names)
     softmax = types.SimpleNamespace(
         log_sum=lambda largest, total, scale: (largest * scale + math.log2(total)) * math.log(2)

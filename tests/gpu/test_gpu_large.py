@@ -97,7 +97,9 @@ def test_scores_of_heads_that_lie_far_apart(backend: str) -> None:
     score = torch.full((HEADS, queries, keys // BLOCK), math.nan, device=DEVICE)
     assert score.stride(0) == FAR
     ops.index_score(idx_q, idx_k, out=score, backend=backend)
-    ids = ops.topk_select(score, 16, backend=backend)
+    where = {"cu_seqlens_q": starts(torch.tensor([queries], device=DEVICE)),
+             "cu_seqlens_k": starts(torch.tensor([keys], device=DEVICE))}  # fmt: skip
+    ids = ops.topk_select(score, 16, **where, backend=backend)
     for token in (0, 1, queries // 2 + 3, queries - 2, queries - 1):
         last = keys - queries + token
         row = torch.nn.functional.pad(

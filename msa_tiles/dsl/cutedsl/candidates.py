@@ -259,7 +259,7 @@ def stay(lists: Lists, kept: Int32, least: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
-def choose(row: Row, lists: Lists, begin: Int32, end: Int32, topk: Int32, lane: Int32) -> Int32:
+def select_topk(row: Row, lists: Lists, begin: Int32, end: Int32, topk: Int32, lane: Int32) -> Int32:
     """Leave the best topk blocks of [begin, end) in lists.ids and lists.keys, ascending by block; their number.
 
     A chunk holds more blocks than any list: only after the last one may the list have room left.

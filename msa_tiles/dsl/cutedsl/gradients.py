@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.gather import ATOM, EVICT_FIRST, Rows
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 PAIR_BYTES = 8
@@ -21,7 +21,7 @@ HALF = 8  # keys between the two of a lane
 HIGH = -(1 << 16)  # the upper of two bfloat16
 
 
-def turned_product(element, columns):
+def transposed_product(element, columns):
     """The two multiplications of [ROWS, K] x [K, columns], both in shared memory and with K as their slow dimension.
 
     See msa_tiles.dsl.cutedsl.wgmma for operands, and for why there are two.
@@ -38,7 +38,7 @@ def turned_product(element, columns):
     return first, rest
 
 
-def turned_layout(element, rows, columns, count, panels_apart):
+def transposed_layout(element, rows, columns, count, panels_apart):
     """Tiles of [columns, rows, tile] in shared memory as those of [rows, columns, tile]: rows lie beside each other.
 
     Panels of 64 rows are far apart, as those of a block of keys, or beside each other, as those of gathered rows.
@@ -48,9 +48,9 @@ def turned_layout(element, rows, columns, count, panels_apart):
     return cute.tile_to_shape(atom, (rows, columns, count), order=order)
 
 
-def turned(tiles, *shape, panels_apart=False):
-    """A view of tiles in shared memory; see `turned_layout`."""
-    layout = turned_layout(tiles.element_type, *shape, panels_apart)
+def transposed(tiles, *shape, panels_apart=False):
+    """A view of tiles in shared memory; see `transposed_layout`."""
+    layout = transposed_layout(tiles.element_type, *shape, panels_apart)
     return cute.make_tensor(tiles.iterator, layout.outer)
 
 
@@ -70,7 +70,7 @@ def probabilities(
                 shifted = scores[(column, half, j), 0, 0] * scale_log2 - row_lse[column, j]
                 weight = cute.math.exp2(shifted, fastmath=True)
                 if cutlass.const_expr(rooms is not None):
-                    weight = choose(rooms[j] >= HALF * half, weight, Float32(0.0))
+                    weight = pick_float(rooms[j] >= HALF * half, weight, Float32(0.0))
                 pair.append(weight)
             rounded[2 * j + half] = round_pair(pair[0], pair[1])
 

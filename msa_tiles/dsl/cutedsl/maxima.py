@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from msa_tiles.dsl.cutedsl.scores import choose, columns, maxima
+from msa_tiles.dsl.cutedsl.scores import columns, maxima, pick_float
 from msa_tiles.dsl.cutedsl.topk import INFINITY_BITS
 
 
@@ -80,5 +80,5 @@ def place_of_lane(warp: Int32, lane: Int32) -> Int32:
 @cute.jit
 def exchanged(second: Boolean, value: Float32, other: Float32, distance: cutlass.Constexpr) -> Float32:
     """The maximum of `other` where `second` holds, else of `value`, over this lane and the one at this distance."""
-    sent = cute.arch.shuffle_sync_bfly(choose(second, value, other), distance)
-    return cute.arch.fmax(choose(second, other, value), sent)
+    sent = cute.arch.shuffle_sync_bfly(pick_float(second, value, other), distance)
+    return cute.arch.fmax(pick_float(second, other, value), sent)

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 
 CHAINS = 4  # of maxima and of sums, so that one operation need not wait for the last
 
@@ -13,7 +13,7 @@ CHAINS = 4  # of maxima and of sums, so that one operation need not wait for the
 def hide(scores: cute.Tensor, room: Int32):
     """Give the columns past `room` scores without weight, whatever they hold."""
     for column in cutlass.range_constexpr(cute.size(scores)):
-        scores[column] = choose(room >= column, scores[column], -Float32.inf)
+        scores[column] = pick_float(room >= column, scores[column], -Float32.inf)
 
 
 @cute.jit

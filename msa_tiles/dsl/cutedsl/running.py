@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from msa_tiles.dsl.cutedsl.gradients import round_pair
-from msa_tiles.dsl.cutedsl.scores import choose, fold
+from msa_tiles.dsl.cutedsl.scores import fold, pick_float
 from msa_tiles.dsl.cutedsl.softmax import quad_max
 
 
@@ -40,7 +40,7 @@ def running_softmax(
                     score = scores[(column, half, j), 0, 0]
                     weight = cute.math.exp2(score * scale_log2 - shift[half], fastmath=True)
                     if cutlass.const_expr(rooms is not None):
-                        weight = choose(rooms[half] >= 8 * j + column, weight, Float32(0.0))
+                        weight = pick_float(rooms[half] >= 8 * j + column, weight, Float32(0.0))
                     pair.append(weight)
                     sums[half][column] = sums[half][column] + weight
                 # At once: until then the exact ones take twice the registers.

@@ -53,7 +53,7 @@ def fold(scores: cute.Tensor, maxima: cute.Tensor, half: cutlass.Constexpr, room
         for column in cutlass.range_constexpr(2):
             score = scores[(column, half, j), 0, 0]
             if cutlass.const_expr(room is not None):
-                score = choose(room >= 8 * j + column, score, -Float32.inf)
+                score = pick_float(room >= 8 * j + column, score, -Float32.inf)
             chains[column] = cute.arch.fmax(chains[column], score)
     maxima[half] = cute.arch.fmax(chains[0], chains[1])
 
@@ -83,7 +83,7 @@ def maxima(scores, scales, rooms, lane):
     for j, pairs in enumerate(columns(scores, scales, lane)):
         for half, pair in enumerate(pairs):
             for column, score in enumerate(pair):
-                seen = score if rooms is None else choose(rooms[half] >= 8 * j + column, score, -Float32.inf)
+                seen = score if rooms is None else pick_float(rooms[half] >= 8 * j + column, score, -Float32.inf)
                 chains[half][column] = cute.arch.fmax(chains[half][column], seen)
     return cute.arch.fmax(*chains[0]), cute.arch.fmax(*chains[1])
 
@@ -97,18 +97,20 @@ def row_of_lane(even: cute.Tensor, odd: cute.Tensor, lane: Int32) -> Float32:
     """
     high = lane % 2 != 0
     even_row = cute.arch.fmax(
-        choose(high, even[1], even[0]), cute.arch.shuffle_sync_bfly(choose(high, even[0], even[1]), 1)
+        pick_float(high, even[1], even[0]), cute.arch.shuffle_sync_bfly(pick_float(high, even[0], even[1]), 1)
     )
-    odd_row = cute.arch.fmax(choose(high, odd[1], odd[0]), cute.arch.shuffle_sync_bfly(choose(high, odd[0], odd[1]), 1))
+    odd_row = cute.arch.fmax(
+        pick_float(high, odd[1], odd[0]), cute.arch.shuffle_sync_bfly(pick_float(high, odd[0], odd[1]), 1)
+    )
     second = lane % 4 >= 2
     row = cute.arch.fmax(
-        choose(second, odd_row, even_row), cute.arch.shuffle_sync_bfly(choose(second, even_row, odd_row), 2)
+        pick_float(second, odd_row, even_row), cute.arch.shuffle_sync_bfly(pick_float(second, even_row, odd_row), 2)
     )
     return cute.arch.shuffle_sync(row, lane % 8 * 4 + lane // 16 * 2 + lane // 8 % 2)
 
 
 @cute.jit
-def choose(condition: cutlass.Boolean, value: Float32, other: Float32) -> Float32:
+def pick_float(condition: cutlass.Boolean, value: Float32, other: Float32) -> Float32:
     """`value` where the condition holds, else `other`, without a branch."""
     return Float32(cutlass.select_(condition, value, other))
 

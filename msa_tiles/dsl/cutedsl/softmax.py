@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from msa_tiles.dsl.cutedsl.scores import choose, fold
+from msa_tiles.dsl.cutedsl.scores import fold, pick_float
 
 LN_2 = 0.6931471805599453
 # Stands for a maximum over nothing: finite, so that differences with it are no NaN, whatever the scale.
@@ -43,7 +43,7 @@ def block_softmax(
             for column in cutlass.range_constexpr(2):
                 weight = cute.math.exp2(scores[(column, half, j), 0, 0] * scale_log2 - shift, fastmath=True)
                 if cutlass.const_expr(room is not None):
-                    weight = choose(room >= 8 * j + column, weight, Float32(0.0))
+                    weight = pick_float(room >= 8 * j + column, weight, Float32(0.0))
                 exact[(column, half, j), 0, 0] = weight
                 sums[column] = sums[column] + weight
         row_sum[half] = quad_sum(sums[0] + sums[1])

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer
 from msa_tiles.dsl.cutedsl.operands.index_native import IndexKeys
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.varlen import tile_limits
 
 QUERIES = 128  # rows of a tile: the lanes of tensor memory
@@ -241,7 +241,7 @@ class TensorIndexer(Indexer):
             for column in cutlass.range_constexpr(COLUMNS):
                 score = parts[step % 2][column]
                 if cutlass.const_expr(room is not None):
-                    score = choose(room >= step * COLUMNS + column, score, -Float32.inf)
+                    score = pick_float(room >= step * COLUMNS + column, score, -Float32.inf)
                 chains[column % CHAINS] = cute.arch.fmax(chains[column % CHAINS], score)
 
     @cute.jit

@@ -262,7 +262,7 @@ def stay(lists, kept, least, lane, count):
 
 
 @T.macro
-def choose(row, lists, topk, lane, kept):
+def select_topk(row, lists, topk, lane, kept):
     """Leave the best topk blocks of a row in the lists, ascending by block; kept[0] = their number.
 
     A chunk holds more blocks than any list: only after the last one may the list have room left.

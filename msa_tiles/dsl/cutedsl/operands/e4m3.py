@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from msa_tiles.dsl.cutedsl import tma, turned, wgmma
+from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
@@ -138,11 +138,11 @@ class Left:
 
     def product(self, columns):
         """The multiplications of a block with [columns, K] (wgmma.product)."""
-        return turned.product(self.element, columns, OperandMajorMode.K, warpgroup.OperandSource.RMEM)
+        return swap_ab.product(self.element, columns, OperandMajorMode.K, warpgroup.OperandSource.RMEM)
 
     def accumulator(self, product, columns):
         """Registers of the product of a block."""
-        return turned.accumulator(product, self.rows, columns)
+        return swap_ab.accumulator(product, self.rows, columns)
 
     def operand(self, product, held):
         """Registers for a decoded block."""

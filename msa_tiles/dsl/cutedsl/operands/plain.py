@@ -9,7 +9,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import tma, turned, wgmma
+from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane, warps
@@ -104,11 +104,11 @@ class Left:
     def product(self, columns):
         """The multiplications of a block with [columns, K] (wgmma.product)."""
         major = OperandMajorMode.MN if self.transposed else OperandMajorMode.K
-        return turned.product(self.element, columns, major)
+        return swap_ab.product(self.element, columns, major)
 
     def accumulator(self, product, columns):
         """Registers of the product of a block."""
-        return turned.accumulator(product, self.head_dim if self.transposed else self.block_size, columns)
+        return swap_ab.accumulator(product, self.head_dim if self.transposed else self.block_size, columns)
 
     def operand(self, product, held):
         """The stages as the product takes them."""

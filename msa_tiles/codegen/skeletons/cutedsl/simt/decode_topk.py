@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.topk import EMPTY, pick
 from msa_tiles.dsl.cutedsl.warp import WARP
 
@@ -128,7 +128,7 @@ class DecodeTopk:
             cute.make_tensor(whole[None, warp].iterator, cute.make_layout(size))
             for whole, size in ((pools, WARP * slots_of(capacity)), (ids, capacity), (keys, capacity))
         ))  # fmt: skip
-        kept = choose(row, lists, begin, end, topk, lane)
+        kept = select_topk(row, lists, begin, end, topk, lane)
         entries = (capacity + WARP - 1) // WARP
         places = cute.make_rmem_tensor(entries, Int32)
         for e in cutlass.range_constexpr(entries):

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.warp import WARP
 
@@ -119,7 +119,7 @@ class TopkSelect:
             token = first_token + i
             valid = cute.arch.shuffle_sync(counted, i)
             row = Row(score, head * heads, heads, token, valid, init_blocks, local_blocks)
-            kept = choose(row, lists, Int32(0), valid, Int32(out.shape[2]), lane)
+            kept = select_topk(row, lists, Int32(0), valid, Int32(out.shape[2]), lane)
             self.write(lists, kept, Int32(out.shape[2]), order, lane, out[head, token, None])
 
     @cute.jit

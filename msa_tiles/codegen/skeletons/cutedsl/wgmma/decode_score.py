@@ -355,7 +355,7 @@ class DecodeScore:
                     scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)
                     upper, lower = softmax.quad_max(maxima[0]), softmax.quad_max(maxima[1])
                     if (half < 2) & (my_row < rows):
-                        my_scores[block] = scores.scaled(scores.choose(half == 1, lower, upper), factor)
+                        my_scores[block] = scores.scaled(scores.pick_float(half == 1, lower, upper), factor)
                 if cutlass.const_expr(factors is not None):
                     # They lie in the stage until all lanes have read them.
                     cute.arch.sync_warp()

@@ -27,14 +27,14 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from msa_tiles.dsl.cutedsl import softmax, tma, turned, wgmma
+from msa_tiles.dsl.cutedsl import softmax, swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -118,14 +118,14 @@ class Tile(NamedTuple):
     queries: Any
     S: tuple  # of even tiles, and of odd ones
     teacher: Any
-    grade: Any  # scores = idx_k idx_q^T
+    score_product: Any  # scores = idx_k idx_q^T
     keys: Any
     index_queries: Any
     scores: Any
     dS: Any
     index_columns: Any
     dk: Any  # += dS idx_q
-    weigh: Any  # dq = idx_k^T dS
+    query_product: Any  # dq = idx_k^T dS
     key_columns: Any
     weights: Any
     dq: Any
@@ -537,7 +537,7 @@ class IndexKl:
             # The mean over the group's heads is a sum of probabilities that are smaller by as much.
             shift = -lse[v] * LOG2_E - log2_group
             if cutlass.const_expr(self.group < self.rows_per_query):
-                shift = choose(member < self.group, shift, -Float32.inf)
+                shift = pick_float(member < self.group, shift, -Float32.inf)
             shared.lse[(member >> 3) * 2 + (member & 1), member >> 1 & 3, edge, buffer] = shift
 
     def place(self, row, vector):
@@ -566,7 +566,7 @@ class IndexKl:
             slot, phase = self.release_tile(shared, real, slot, phase)
             cute.arch.mbarrier_wait(shared.q_full + slot, phase)
             self.multiply_tile(tile, 1, slot)
-            self.teach(tile, 0, shared.lse[None, None, None, 0])
+            self.teacher_columns(tile, 0, shared.lse[None, None, None, 0])
             warpgroup.wait_group(0)
             slot, phase = self.release_tile(shared, real, slot, phase)
             number = Int32(0)
@@ -582,7 +582,7 @@ class IndexKl:
                 before, phase_before = self.chunk_before(buffer, chunk_phase)
                 self.finish(shared, results, tile, number, before)
                 cute.arch.mbarrier_wait(shared.exchanged + before, phase_before)
-                self.multiply_keys_turned(tile, before, shared.headers[before, 4] & 1)
+                self.multiply_keys_transposed(tile, before, shared.headers[before, 4] & 1)
                 warpgroup.wait_group(0)
                 self.store_queries(shared, results, tile, before)
 
@@ -593,9 +593,9 @@ class IndexKl:
         lane = cute.arch.lane_idx()
         thread = warp_index % WARPS * WARP + lane
         score = wgmma.product(self.element, ROWS, OperandMajorMode.K, warpgroup.OperandSource.RMEM)
-        grade = turned.product(self.element, EDGES, OperandMajorMode.K)
+        score_product = swap_ab.product(self.element, EDGES, OperandMajorMode.K)
         sum_keys = self.sum_keys()
-        weigh = turned.product(self.element, EDGES, OperandMajorMode.MN)
+        query_product = swap_ab.product(self.element, EDGES, OperandMajorMode.MN)
         # The same bytes, along their other side.
         by_column = LayoutEnum.COL_MAJOR
         index_columns = hopper.make_smem_layout_b(by_column, (ROWS, self.index_dim, EDGES), self.element, CHUNKS)
@@ -604,8 +604,8 @@ class IndexKl:
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element)
         loading = cute.make_tiled_copy_A(ldmatrix, score[0]).get_slice(thread)
-        staging = cute.make_tiled_copy_C(stmatrix, grade[0]).get_slice(thread)
-        scores = turned.accumulator(grade, ROWS, EDGES)
+        staging = cute.make_tiled_copy_C(stmatrix, score_product[0]).get_slice(thread)
+        scores = swap_ab.accumulator(score_product, ROWS, EDGES)
         row_loss = cute.make_rmem_tensor(2, Float32)
         row_loss.fill(0.0)
         return Tile(
@@ -614,17 +614,17 @@ class IndexKl:
             wgmma.operand_b(score, shared.ring),
             (wgmma.accumulator(score, ROWS), wgmma.accumulator(score, ROWS)),
             cute.make_rmem_tensor(scores.layout, Float32),
-            grade,
-            wgmma.operand_a(grade, shared.keys),
-            wgmma.operand_b(grade, shared.index_queries),
+            score_product,
+            wgmma.operand_a(score_product, shared.keys),
+            wgmma.operand_b(score_product, shared.index_queries),
             scores,
             cute.make_rmem_tensor(sum_keys[0].partition_shape_A((ROWS, EDGES)), self.element),
             wgmma.operand_b(sum_keys, cute.make_tensor(shared.index_queries.iterator, index_columns.outer)),
             wgmma.accumulator(sum_keys, self.index_dim),
-            weigh,
-            wgmma.operand_a(weigh, cute.make_tensor(shared.keys.iterator, key_columns.outer)),
-            wgmma.operand_b(weigh, shared.dS),
-            turned.accumulator(weigh, self.own_tiles * ROWS, EDGES),
+            query_product,
+            wgmma.operand_a(query_product, cute.make_tensor(shared.keys.iterator, key_columns.outer)),
+            wgmma.operand_b(query_product, shared.dS),
+            swap_ab.accumulator(query_product, self.own_tiles * ROWS, EDGES),
             row_loss,
             (ldmatrix, loading, loading.partition_S(shared.block)),
             (stmatrix, staging, staging.partition_D(by_key)),
@@ -680,7 +680,7 @@ class IndexKl:
                 if (bits & FIRST) != 0:
                     self.receive_index_keys(shared, tile, shared.headers[buffer, 3], turn)
                 left, right = tile.keys[None, tile.consumer, None, turn & 1], tile.index_queries[None, 0, None, buffer]
-                multiply(tile.grade, tile.scores[None, 0, 0], left, right)
+                multiply(tile.score_product, tile.scores[None, 0, 0], left, right)
                 if cutlass.const_expr(gradients and self.tiles == 2):
                     self.finish(shared, results, tile, number, before)
                 cute.arch.mbarrier_wait(shared.chunk_full + after, phase_after)
@@ -695,12 +695,12 @@ class IndexKl:
             self.multiply_tile(tile, (t + 1) % 2, slot)
             if cutlass.const_expr(gradients and t == 1 and self.tiles > 2):
                 self.finish(shared, results, tile, number, before)
-            self.teach(tile, t, shared.lse[None, None, None, buffer])
+            self.teacher_columns(tile, t, shared.lse[None, None, None, buffer])
             if cutlass.const_expr(t + 1 < self.tiles):
                 warpgroup.wait_group(0)
                 slot, phase = self.release_tile(shared, real, slot, phase)
         warpgroup.wait_group(1)
-        self.learn(shared, tile, buffer)
+        self.score_gradients(shared, tile, buffer)
         if (bits & LAST) != 0:
             self.store_loss(shared, results, tile, buffer)
         if cutlass.const_expr(gradients):
@@ -711,7 +711,7 @@ class IndexKl:
             arrive(shared.exchanged + buffer)
             self.multiply_queries(tile, buffer, (bits & FIRST) == 0)
             # Before the first chunk this multiplies anything, and the result is dropped.
-            self.multiply_keys_turned(tile, before, shared.headers[before, 4] & 1)
+            self.multiply_keys_transposed(tile, before, shared.headers[before, 4] & 1)
             warpgroup.wait_group(1 + self.own_tiles)
         else:
             warpgroup.wait_group(0)
@@ -722,7 +722,7 @@ class IndexKl:
         if real > 0:
             cute.arch.mbarrier_wait(shared.q_full + slot, phase)
         self.multiply_tile(tile, 1, slot)
-        self.teach(tile, 0, shared.lse[None, None, None, after])
+        self.teacher_columns(tile, 0, shared.lse[None, None, None, after])
         warpgroup.wait_group(0)
         slot, phase = self.release_tile(shared, real, slot, phase)
         if cutlass.const_expr(gradients):
@@ -746,7 +746,7 @@ class IndexKl:
         multiply(tile.score, tile.S[odd][None, 0, 0], tile.K[None, 0, None], tile.queries[None, 0, None, slot])
 
     @cute.jit
-    def teach(self, tile: Tile, t: cutlass.Constexpr, lse: cute.Tensor):
+    def teacher_columns(self, tile: Tile, t: cutlass.Constexpr, lse: cute.Tensor):
         """The exponentials of tile t of a chunk, and their sums over the heads -> its columns of the teacher."""
         S = tile.S[t % 2]
         place = tile.lane % 4
@@ -769,7 +769,7 @@ class IndexKl:
                     tile.teacher[(t % 2, half, t // 2), 0, 0] = own[c]
 
     @cute.jit
-    def learn(self, shared: Shared, tile: Tile, buffer: Int32):
+    def score_gradients(self, shared: Shared, tile: Tile, buffer: Int32):
         """dS of a chunk from scores and teacher, and what it adds to the loss of the lane's two keys."""
         dS = cute.make_tensor(tile.dS.iterator, tile.scores.layout)
         first_row = tile.consumer * ROWS + tile.row
@@ -783,13 +783,13 @@ class IndexKl:
                 limit = pick(edge < 0, -1, last_column_of(edge))
                 for half in cutlass.range_constexpr(2):
                     seen = first_row + 8 * half <= limit
-                    probability = choose(seen, tile.teacher[(c, half, j), 0, 0], Float32(0.0))
+                    probability = pick_float(seen, tile.teacher[(c, half, j), 0, 0], Float32(0.0))
                     score = tile.scores[(c, half, j), 0, 0] * tile.index_scale_log2 - shift
-                    guess = choose(seen, cute.math.exp2(score, fastmath=True), Float32(0.0))
+                    guess = pick_float(seen, cute.math.exp2(score, fastmath=True), Float32(0.0))
                     dS[(c, half, j), 0, 0] = (weight * (guess - probability)).to(self.element)
                     # A term of 0 * log(0 / Q) is 0, whatever Q is.
                     term = weight * probability * (cute.math.log2(probability, fastmath=True) - score)
-                    tile.row_loss[half] = tile.row_loss[half] + choose(probability != 0.0, term, Float32(0.0))
+                    tile.row_loss[half] = tile.row_loss[half] + pick_float(probability != 0.0, term, Float32(0.0))
 
     @cute.jit
     def store_loss(self, shared: Shared, results: Results, tile: Tile, buffer: Int32):
@@ -821,11 +821,11 @@ class IndexKl:
         multiply((first, rest), tile.dk[None, 0, 0], tile.dS[None, 0, None], right)
 
     @cute.jit
-    def multiply_keys_turned(self, tile: Tile, buffer: Int32, keys: Int32):
+    def multiply_keys_transposed(self, tile: Tile, buffer: Int32, keys: Int32):
         """Start dq = idx_k^T dS for this consumer's rows of it."""
         for own in cutlass.range_constexpr(self.own_tiles):
             left = tile.key_columns[None, self.tile_of(tile.consumer, own), None, keys]
-            multiply(tile.weigh, tile.dq[None, own, 0], left, tile.weights[None, 0, None, buffer])
+            multiply(tile.query_product, tile.dq[None, own, 0], left, tile.weights[None, 0, None, buffer])
 
     def tile_of(self, consumer, own):
         """Which 64 rows of d_idx_q^T a consumer's own-th tile is."""
@@ -892,8 +892,8 @@ def halved(values, upper, distance):
     """The sums over this lane and the one at a distance, of the upper half of the values for `upper` lanes, or else of
     the lower one."""
     half = len(values) // 2
-    sent = [choose(upper, low, high) for low, high in zip(values[:half], values[half:], strict=True)]
-    kept = [choose(upper, high, low) for low, high in zip(values[:half], values[half:], strict=True)]
+    sent = [pick_float(upper, low, high) for low, high in zip(values[:half], values[half:], strict=True)]
+    kept = [pick_float(upper, high, low) for low, high in zip(values[:half], values[half:], strict=True)]
     return [own + cute.arch.shuffle_sync_bfly(other, distance) for own, other in zip(kept, sent, strict=True)]
 
 

@@ -23,7 +23,7 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.scores import choose, fold
+from msa_tiles.dsl.cutedsl.scores import fold, pick_float
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, wide
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
@@ -199,5 +199,5 @@ class IndexLse:
         for j in cutlass.range_constexpr(self.block_size // 8):
             for column in cutlass.range_constexpr(2):
                 term = cute.math.exp2(S[(column, half, j), 0, 0] * scale_log2 - shift, fastmath=True)
-                sums[column] = sums[column] + choose(room >= 8 * j + column, term, Float32(0.0))
+                sums[column] = sums[column] + pick_float(room >= 8 * j + column, term, Float32(0.0))
         return softmax.log_sum(most, softmax.quad_sum(sums[0] + sums[1]), scale_log2)

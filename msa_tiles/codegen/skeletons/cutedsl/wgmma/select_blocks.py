@@ -4,7 +4,7 @@
 Grid: a CTA for every KV head of every tile slot on the first axis, the tiles with the longest prefix first. A tile
 is CONSUMERS * 128 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the
 last request pad the rows that belong to nobody. The producers and the loop over the score tiles stand in
-msa_tiles.dsl.cutedsl.tall.
+msa_tiles.dsl.cutedsl.two_tiles.
 # % else
 Grid: a CTA for every KV head of every tile slot on the first axis, the tiles with the longest prefix first. A tile
 is CONSUMERS * 64 consecutive queries of one request; slots follow msa_tiles.dsl.cutedsl.varlen, and the slots past the
@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from msa_tiles.dsl.cutedsl import queued  # % if precision.scale
+from msa_tiles.dsl.cutedsl import candidate_queue  # % if precision.scale
 from msa_tiles.dsl.cutedsl import topk as top
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.grid import head_and_place
@@ -26,7 +26,7 @@ from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer  # % if no
 from msa_tiles.dsl.cutedsl.maxima import place_of_lane  # % if precision.scale
 from msa_tiles.dsl.cutedsl.operands import index_native as index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane  # % if not precision.scale
-from msa_tiles.dsl.cutedsl.tall import TALL, WARPS, TallIndexer  # % if precision.scale
+from msa_tiles.dsl.cutedsl.two_tiles import GROUP_ROWS, WARPS, TwoTileIndexer  # % if precision.scale
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -54,7 +54,7 @@ def select_blocks(
     return kernel, kernel.arguments(Int32, scalars=6)
 
 
-class SelectBlocks(TallIndexer):
+class SelectBlocks(TwoTileIndexer):
     """Warps
       warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
       warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
@@ -66,7 +66,7 @@ class SelectBlocks(TallIndexer):
     Shared memory, tiles of rows of head_dim bytes, swizzled
       queries [2 * CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]
       what else the keys take      barriers      query_scale [heads_per_group, CONSUMERS * 128]
-      queues [warp, queued.WAITING, lane] of 8 bytes
+      queues [warp, candidate_queue.WAITING, lane] of 8 bytes
 
     The consumer has two score tiles, of the same keys: one is multiplied while the other is reduced; a list of 64
     leaves it registers for one. Warp i of a warpgroup owns rows 16i to 16i+15 of both tiles, and each of its lanes one
@@ -106,7 +106,7 @@ class SelectBlocks(TallIndexer):
         memory = SmemAllocator()
         sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))
         query_scale = self.allocate_query_scales(memory)
-        queues = queued.allocate(memory, first_producer)
+        queues = candidate_queue.allocate(memory, first_producer)
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
@@ -120,7 +120,7 @@ class SelectBlocks(TallIndexer):
                     )
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
-                rows = warp // WARPS * TALL
+                rows = warp // WARPS * GROUP_ROWS
                 self.consume(
                     sQ, q_full, held, query_scale, queues[None, cute.arch.lane_idx(), warp], warp, head,
                     first_token + rows, end_token, first_limit + rows, length, num_blocks, q_positions, use_positions,
@@ -142,21 +142,21 @@ class SelectBlocks(TallIndexer):
         limit = last_visible(q_positions, use_positions, inside, first_token, first_limit, length)
         valid = cutlass.max(limit + self.block_size, 0) // self.block_size
         if cutlass.const_expr(self.heads > 1):
-            self.read_query_scales(q_scale, use_q_scale, query_scale, inside, head, warp // WARPS * TALL + place)
-        row = queued.Candidates(queue, self.topk, valid, init_blocks, local_blocks)
-        queued.start(row)
+            self.read_query_scales(q_scale, use_q_scale, query_scale, inside, head, warp // WARPS * GROUP_ROWS + place)
+        row = candidate_queue.Candidates(queue, self.topk, valid, init_blocks, local_blocks)
+        candidate_queue.start(row)
         sight = self.sight(q_positions, use_positions, first_token, end_token, first_limit, length, warp % WARPS)
         operands = self.operands(sQ, held)
         score = self.score_blocks if cutlass.const_expr(self.topk <= 32) else self.score_blocks_singly
         score(operands, q_full, held, query_scale, warp, sight, num_blocks, row)
-        queued.settle(row)
+        candidate_queue.settle(row)
         if token < end_token:
             top.emit(row.keys, row.ids, valid, Int32(out.shape[2]), order, out[head, token, None])
 
     @cute.jit
     def finish_block(self, row, block: Int32, score: cutlass.Float32):
         """Offer the score of a block to the list of this lane's row."""
-        queued.offer(row, score, block)
+        candidate_queue.offer(row, score, block)
         # % else
 
 

@@ -31,7 +31,7 @@ from msa_tiles.dsl.cutedsl.hidden import clean_column, unbounded_pair
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.running import running_softmax
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -710,7 +710,7 @@ class SharedAttention:
             for column in cutlass.range_constexpr(2):
                 value = values[column]
                 if cutlass.const_expr(there is not None):
-                    value = choose(there[half], value, Float32(0.0))
+                    value = pick_float(there[half], value, Float32(0.0))
                 tile.O[2 * i + column] = tile.O[2 * i + column] + weights[half] * value
 
     @cute.jit

@@ -96,10 +96,10 @@ class Tile(NamedTuple):
     values: Any
     queries: Any
     outputs: Any
-    turned_queries: Any
-    turned_outputs: Any
-    turned_scores: Any
-    turned_keys: Any
+    transposed_queries: Any
+    transposed_outputs: Any
+    transposed_scores: Any
+    transposed_keys: Any
     S: Any
     dP: Any
     P: Any
@@ -525,7 +525,7 @@ class SparseAttentionBackward:
         shared_memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         score = wgmma.product(self.element, ROWS, OperandMajorMode.K, shared_memory)
         weigh = wgmma.product(self.element, self.head_dim, OperandMajorMode.MN, registers)
-        spread = gradients.turned_product(self.element, tma.PANEL)
+        spread = gradients.transposed_product(self.element, tma.PANEL)
         thread = member * WARP + lane
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element)
         writing = cute.make_tiled_copy_C(stmatrix, score[0]).get_slice(thread)
@@ -533,8 +533,8 @@ class SparseAttentionBackward:
             cute.local_tile(block[None, None, 0], (KEYS, self.head_dim), (None, 0))
             for block in (shared.keys, shared.values)
         )
-        by_row = [gradients.turned(x, self.head_dim, ROWS, STAGES) for x in (shared.queries, shared.outputs)]
-        by_key = gradients.turned(shared.keys, self.head_dim, self.block_size, 1, panels_apart=True)
+        by_row = [gradients.transposed(x, self.head_dim, ROWS, STAGES) for x in (shared.queries, shared.outputs)]
+        by_key = gradients.transposed(shared.keys, self.head_dim, self.block_size, 1, panels_apart=True)
         return Tile(
             score,
             (weigh[1], weigh[1]),
@@ -545,7 +545,7 @@ class SparseAttentionBackward:
             wgmma.operand_b(score, shared.outputs),
             wgmma.operand_b(weigh, by_row[0]),
             wgmma.operand_b(weigh, by_row[1]),
-            wgmma.operand_a(spread, gradients.turned(shared.tiles, ROWS, self.block_size, 2)),
+            wgmma.operand_a(spread, gradients.transposed(shared.tiles, ROWS, self.block_size, 2)),
             wgmma.operand_b(spread, cute.local_tile(by_key[None, None, 0], (tma.PANEL, self.block_size), (None, 0))),
             wgmma.accumulator(score, ROWS),
             wgmma.accumulator(score, ROWS),
@@ -585,13 +585,13 @@ class SparseAttentionBackward:
             gradients.probabilities(tile.S, weights, row_lse, tile.scale_log2, rooms)
         else:
             gradients.probabilities(tile.S, weights, row_lse, tile.scale_log2, None)
-        wgmma.multiply(tile.weigh, tile.dV, tile.P, tile.turned_outputs[None, None, None, slot])
+        wgmma.multiply(tile.weigh, tile.dV, tile.P, tile.transposed_outputs[None, None, None, slot])
         row_delta = cute.make_rmem_tensor((2, ROWS // 8), Float32)
         cute.autovec_copy(shared.delta[None, tile.lane % 4, None, slot], row_delta)
         warpgroup.wait_group(1)
         gradients.score_gradients(weights, tile.dP, row_delta, gains)
         self.spread(shared, tile, number - 1, 0)
-        wgmma.multiply(tile.weigh, tile.dK, tile.dS, tile.turned_queries[None, None, None, slot])
+        wgmma.multiply(tile.weigh, tile.dK, tile.dS, tile.transposed_queries[None, None, None, slot])
         buffer = number & 1
         self.write(tile, cute.make_tensor(tile.dS.iterator, tile.S.layout), buffer)
         new_upper, new_lower = self.edges_of(edges, tile.member)
@@ -628,8 +628,8 @@ class SparseAttentionBackward:
         panel = tile.consumer * self.parts + part
         if cutlass.const_expr(self.in_turns):
             panel = Int32(0)
-        scores = tile.turned_scores[None, None, None, buffer]
-        wgmma.multiply(tile.spread, tile.dQ, scores, tile.turned_keys[None, None, None, panel])
+        scores = tile.transposed_scores[None, None, None, buffer]
+        wgmma.multiply(tile.spread, tile.dQ, scores, tile.transposed_keys[None, None, None, panel])
 
     @cute.jit
     def finish(self, shared: Shared, tile: Tile, head: Int32, number: Int32, upper: Int32, lower: Int32):

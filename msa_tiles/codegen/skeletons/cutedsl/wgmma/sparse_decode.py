@@ -3,8 +3,8 @@
 Grid: (query, KV head, split). A CTA takes an equal share of the query's slots and walks those whose block the query
 sees with a running softmax; the shares are merged by `combine`. One split writes the answer itself.
 
-The products are turned round: S^T = K Q^T and O^T = V^T P^T, keys and columns of V as the 64 rows of the tensor cores
-and the query's heads as 8 or 16 columns, so that no work is spent on rows without a head.
+A and B of the products are swapped: S^T = K Q^T and O^T = V^T P^T, keys and columns of V as the 64 rows of the tensor
+cores and the query's heads as 8 or 16 columns, so that no work is spent on rows without a head.
 
 With scored_blocks > 0 the ids are not given but chosen first, by the whole CTA, from the scores of the row, as
 msa_tiles.dsl.cutedsl.threshold describes; every split of a row chooses the same, and the first one writes the ids.
@@ -25,7 +25,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.pipeline import following
-from msa_tiles.dsl.cutedsl.scores import choose
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.topk import pick
@@ -483,7 +483,7 @@ class SparseDecode:
                     for half in cutlass.range_constexpr(2):
                         seen = room >= m * ROWS + half * 8
                         score = self.scaled(S[self.place(c, half, j, m)], factors[0], m, half)
-                        largest = cute.arch.fmax(largest, choose(seen, score, -Float32.inf))
+                        largest = cute.arch.fmax(largest, pick_float(seen, score, -Float32.inf))
                 for level in cutlass.range_constexpr(2, 5):
                     largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
                 if lane < 4:
@@ -504,9 +504,9 @@ class SparseDecode:
                         seen = room >= m * ROWS + half * 8
                         score = self.scaled(S[self.place(c, half, j, m)], factors[0], m, half)
                         weight = cute.math.exp2(score * scale_log2 - shift, fastmath=True)
-                        total = total + choose(seen, weight, Float32(0.0))
+                        total = total + pick_float(seen, weight, Float32(0.0))
                         weight = self.scaled(weight, factors[1], m, half)
-                        exact[self.place(c, half, j, m)] = choose(seen, weight, Float32(0.0))
+                        exact[self.place(c, half, j, m)] = pick_float(seen, weight, Float32(0.0))
                 row_sum[c, j] = total
 
     def scaled(self, value, factors, m, half):

@@ -9,7 +9,7 @@ NaN.
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.candidates import SHARE, Lengths, Lists, Row, choose, rank, slots_of, valid_blocks
+from msa_tiles.dsl.tilelang.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.warp import WARP
 
@@ -105,7 +105,7 @@ def topk_select(topk: int):
                 valid = T.shfl_sync(counted[0], 0)
                 counted[0] = T.shfl_down(counted[0], 1)
                 row = Row(score, head * heads, heads, token, valid, init_blocks, local_blocks)
-                choose(row, lists, k, lane, kept)
+                select_topk(row, lists, k, lane, kept)
                 for s in T.unroll((topk + WARP - 1) // WARP):
                     if WARP * s + lane < k:
                         block = -1

@@ -13,11 +13,11 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl import maxima
 from msa_tiles.dsl.cutedsl.indexer import ROWS, WARPS, Indexer
 
-TALL = 2 * ROWS  # rows of a consumer warpgroup
+GROUP_ROWS = 2 * ROWS  # rows of a consumer warpgroup
 
 
-class TallIndexer(Indexer):
-    """Tiles of consumers * TALL queries; otherwise as `Indexer`, whose methods of the same names these replace.
+class TwoTileIndexer(Indexer):
+    """Tiles of consumers * GROUP_ROWS queries; otherwise as `Indexer`, whose methods of the same names these replace.
 
     Only scales that can change a ranking are read. Those of queries do where a KV head has several index heads: rows'
     maxima are multiplied by them. One scale for all keys never does; scales of single keys (key_scales = 1) multiply
@@ -25,7 +25,7 @@ class TallIndexer(Indexer):
     """
 
     def __init__(self, keys, heads, consumers, producer_registers, consumer_registers):
-        super().__init__(keys, heads, consumers, producer_registers, consumer_registers, TALL // ROWS)
+        super().__init__(keys, heads, consumers, producer_registers, consumer_registers, GROUP_ROWS // ROWS)
 
     def arguments(self, out_element, scalars):
         """The same, with the scales behind q_positions."""
@@ -167,7 +167,7 @@ class TallIndexer(Indexer):
             if cutlass.const_expr(self.heads == 1):
                 tile_max[half] = found[half]
             else:
-                place = warp // WARPS * TALL + tile * ROWS + warp % WARPS * 16 + half * 8 + lane // 4
+                place = warp // WARPS * GROUP_ROWS + tile * ROWS + warp % WARPS * 16 + half * 8 + lane // 4
                 # Scales are positive, so that a row is multiplied once, after its maximum is taken.
                 scaled = found[half] * query_scale[place, head]
                 if head > 0:

@@ -1,6 +1,6 @@
-"""Products with keys, or columns of values, as the rows of the tensor cores, and few queries as columns.
+"""Products with A and B swapped: keys, or columns of values, as the rows of the tensor cores, few queries as columns.
 
-wgmma takes 64 rows whatever they hold, but as few as 8 columns: turned round, a product of few queries wastes little.
+wgmma takes 64 rows whatever they hold, but as few as 8 columns: swapped, a product of few queries wastes little.
 The right operand lies in shared memory, the left one there or in registers. See msa_tiles.dsl.cutedsl.wgmma for
 operands and for how a product is started.
 """
