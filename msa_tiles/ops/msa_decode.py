@@ -56,6 +56,9 @@ def msa_decode(
     [pages, page, Di]; paged keys share one ``page_table``. Returns out [T, Hq, D], with ``return_lse`` also lse float32
     [T, Hq] (natural log), as `sparse_attention` over the ids of `select_blocks` would.
 
+    Keys and values may be quantised as there (``k_scale``, ``v_scale``), and so may, by themselves, the queries and
+    keys of the indexer, as in `index_score` (``index_q_scale``, ``index_k_scale``; None stands for 1).
+
     ``out``, ``lse`` and ``block_indices`` int32 [Hkv, T, topk] are the caller's buffers, ``workspace`` a uint8 tensor
     of `decode_workspace_bytes`: with all of them, cu_seqlens_q, and cu_seqlens_k or pages, a call allocates nothing.
     The grids depend on shapes and ``max_seqlen_k`` alone, so that a captured graph serves other lengths and tables.

@@ -47,7 +47,8 @@ def select_blocks(
     the caller's buffer for the ids.
 
     Of the scales of quantised queries and keys, kernels read those that can change a ranking: not one scale for all
-    keys, and queries' only where a KV head has several index heads, whose scores are compared with each other.
+    keys, and queries' only where a KV head has several index heads, whose scores are compared with each other. For a
+    scale of 0, which makes all blocks alike, they then rank as if it were 1.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     given = indexer.operands_of(idx_q, idx_k, where, q_scale, k_scale)

@@ -49,17 +49,24 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax over the visible tokens of the selected blocks of (<q, k> * softmax_scale)``, times v.
 
-    ``q`` [T, Hq, D]; ``k``, ``v`` [Tk, Hkv, D], or [pages, Hkv, page, D] with ``page_table``; one dtype.
-    ``block_indices`` int32 [Hkv, T, k]: blocks of the query's own request, distinct, in any order, -1 anywhere; an id
-    without a visible token is absent. Returns out [T, Hq, D] in q's dtype, with ``return_lse`` also lse float32 [T, Hq]
-    (natural log). A row with nothing visible gives out 0 and lse -inf.
+    ``q`` [T, Hq, D]; ``k``, ``v`` [Tk, Hkv, D], or [pages, Hkv, page, D] with ``page_table``; one dtype,
+    or quantised. ``block_indices`` int32 [Hkv, T, k]: blocks of the query's own request, distinct, in any order, -1
+    anywhere; an id without a visible token is absent. Returns out [T, Hq, D] in q's dtype, with ``return_lse`` also lse
+    float32 [T, Hq] (natural log). A row with nothing visible gives out 0 and lse -inf.
+
+    ``k`` and ``v`` may both be torch.float8_e4m3fn under queries of another dtype, with float32 ``k_scale`` and
+    ``v_scale``, or `QuantizedTensor`: the answer is then that of the dequantised values. Each scale is [], [Hkv] or
+    [Tk, Hkv] (paged: [pages, Hkv, page]), of any strides; none is optional. Scales are finite and not below 0; others
+    leave the rows that they take part in undefined, and ``check=True`` refuses them. ``q`` may be e4m3 too, with
+    ``q_scale`` [], [Hq] or [T, Hq]; out is then bfloat16.
 
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
 
     Differentiable in q, k and v through both results, on flat keys and without the caller's buffers (see
     `sparse_attention_backward`); once. ``deterministic`` is about these gradients: True repeats them bit for bit, None
-    follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` q, k and v are cast to its dtype.
+    follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` q, k and v are cast to its dtype. Quantised
+    tensors are refused where gradients are recorded.
     """
     q, k, v = autograd.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import math
 import types
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from msa_tiles import paths, reference, runtime
+from msa_tiles import paths, quant, reference, runtime
 from msa_tiles.call import backends
 from msa_tiles.launch import decode
 
@@ -25,11 +26,28 @@ LOG2_E = math.log2(math.e)
 
 
 @functools.cache
-def parameters(op: str) -> tuple[str, ...]:
+def parameters(op: str, precision: str = "bf16") -> tuple[str, ...]:
     """The names of the generated kernel's arguments, in their order."""
-    tree = ast.parse((paths.generated_dir() / f"tilelang/sm90/{op}_bf16.py").read_text())
+    # The merge reads partial results, which are stored alike in every precision.
+    stored = precision if op in ("decode_score", "sparse_decode") else "bf16"
+    file = paths.generated_dir() / f"tilelang/sm90/{op}_{stored}.py"
+    if not file.exists():
+        # Where no kernel is generated yet: e4m3 keys and values are followed by their scales.
+        names = (((name, f"{name}_scale") if name in ("k", "v") else (name,)) for name in parameters(op))
+        return tuple(itertools.chain(*names))
+    tree = ast.parse(file.read_text())
     (main,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "main")
     return tuple(argument.arg for argument in main.args.args)
+
+
+def dequantized(variant: Mapping[str, int], given: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Keys or values as a kernel of e4m3 reads them, with every scale that it is given."""
+    data, scale = given[name], given.get(f"{name}_scale")
+    if scale is None:
+        return data
+    assert scale.dtype == torch.float32
+    assert scale.shape == (data.shape[:-1] if variant["token_scales"] else data.shape[1:2])
+    return quant.dequantize(data, scale)
 
 
 def where_of(given: Mapping[str, Any], pages_per_block: int = 0) -> dict[str, Any]:
@@ -56,6 +74,12 @@ def decode_score(variant: Mapping[str, int], **given: Any) -> None:
         block_size=variant["block_size"],
         causal=bool(given["causal"]),
         num_blocks=out.shape[2],
+        q_scale=given["q_scale"] if given.get("use_q_scale") else None,
+        k_scale=given["k_scale"]
+        if variant.get("key_scales")
+        else given["k_scale"][0]
+        if given.get("use_k_scale")
+        else None,
         **where,
     )
     lengths = given["seqused_k"] if given["use_seqused"] else given["cu_seqlens_k"].diff()
@@ -102,8 +126,9 @@ def sparse_decode(variant: Mapping[str, int], **given: Any) -> None:
         mine = torch.full_like(ids, -1)
         mine[..., split * share : (split + 1) * share] = ids[..., split * share : (split + 1) * share]
         scale = given["scale_log2"] / LOG2_E
+        k, v = (dequantized(variant, given, name) for name in ("k", "v"))
         partial_out[split], partial_lse[split] = reference.sparse_attention(
-            q, given["k"], given["v"], mine, block_size=block_size, softmax_scale=scale, **where
+            q.to(k.dtype), k, v, mine, block_size=block_size, softmax_scale=scale, **where
         )
 
 
@@ -136,7 +161,7 @@ def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         seen.found.append(facts)
 
         def kernel(*arguments: Any) -> None:
-            given = dict(zip(parameters(op), arguments, strict=True))
+            given = dict(zip(parameters(op, facts.precision), arguments, strict=True))
             seen.launched.append((op, given))
             if seen.compute:
                 STAND_INS[op](facts.variant, **given)

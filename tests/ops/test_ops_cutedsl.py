@@ -254,6 +254,25 @@ def test_sparse_decode(
     assert launched == ["sparse_decode"] * 2
 
 
+@pytest.mark.parametrize("op", ["sparse_decode"])
+@pytest.mark.parametrize("per", ["tensor", "head", "token_head"])
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_attention_on_fp8(
+    launched: list[str], op: str, place: Callable[..., dict], make: Callable[..., Tensor], per: str
+) -> None:
+    """e4m3 keys and values under BF16 queries; of the values' scales there are as few as may be."""
+    where = place(make, 2, 128)
+    k = as_fp8(where.pop("keys"))
+    # Every second one of as many as there are, with heads before tokens.
+    rows = torch.ones(k.shape[1], k.shape[0], *k.shape[2:-1], 2).transpose(0, 1)[..., 1]
+    scales = {"k_scale": {"tensor": torch.tensor(0.5), "head": torch.ones(4)[::2], "token_head": rows}[per]}
+    scales["v_scale"] = rows if per == "tensor" else torch.tensor(0.5)
+    ids, q = integers(2, 130, 3), make(130, 32, 128)
+    getattr(ops, op)(q, k, k, ids, **scales, **where)
+    getattr(ops, op)(q, k, k, ids, **scales | {"v_scale": torch.ones(2)}, out=strided(130, 32, 128), **where)
+    assert [name for name in launched if name == op] == [op] * 2
+
+
 def test_sparse_decode_in_splits(launched: list[str]) -> None:
     where = {"cu_seqlens_q": integers(3), "page_table": integers(2, 9), "seqused_k": integers(2), "max_seqlen_k": 1000}
     cache = normal(6, 128, 2, 256).transpose(1, 2)
