@@ -65,6 +65,42 @@ def test_a_broken_promise_is_a_complaint(  # type: ignore[no-untyped-def]
     assert found.endswith(complaint)
 
 
+TABLE = """
+
+from msa_tiles.dsl.cutedsl.table import Pipeline, Role, Table, buffer, declares, lane
+
+
+@declares
+def cta(**dims):
+    return Table((Role("all", 2, "everything"),), (), (buffer("rows", "float32", values=256),))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("values=256", "values=256", None),
+        ('"all", 2,', '"all", 3,', "scale_rows_kernel_kernel runs 64 threads, the plan says 96"),
+        ("values=256", "values=192", "uses 1024 bytes of shared memory, the plan says 768"),
+        ("values=256", "values=320", "uses 1024 bytes of shared memory, the plan says 1280"),
+        (
+            '(), (buffer("rows", "float32", values=256),)',
+            '(Pipeline("rows", 2, (lane("all"),)),), (buffer("rows", "float32", values=252),)',
+            "the code makes 0 barriers, the kernel's table has 2",
+        ),
+    ],
+)
+def test_a_table_is_held_against_the_code(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, tmp_path, old: str, new: str, complaint: str | None
+) -> None:
+    file = tmp_path / "kernel.py"
+    assert old in TABLE
+    file.write_text(cell.file.read_text() + TABLE.replace(old, new))
+    promised = dataclasses.replace(cell, file=file, entry={**cell.entry, "threads": None, "shared_memory": None})
+    found = complaints(promised, cell.ci[0], target, entry)
+    assert [sentence.endswith(str(complaint)) for sentence in found] == ([] if complaint is None else [True])
+
+
 @pytest.mark.parametrize(
     ("limit", "value", "complaint"),
     [
