@@ -10,11 +10,13 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ROWS = 64  # of a consumer warpgroup: what one wgmma takes
@@ -33,8 +35,7 @@ class Indexer:
     """Scores of tiles of consecutive queries of one request, by blocks of keys.
 
     `keys` is an operand, see msa_tiles.dsl.cutedsl.operands.index_native. A block of a paged request is found through
-    page_table [requests, max_pages]. Queries are of the element that is multiplied, and have scales where it is of 8
-    bits.
+    page_table [requests, max_pages]. Queries are of the element that is multiplied, and have scales where keys have.
     """
 
     def __init__(self, keys, heads, consumers, producer_registers, consumer_registers, tiles_per_group=1):
@@ -59,24 +60,18 @@ class Indexer:
         cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions; the output, `scalars` int32 and the stream.
         """
         total_q, heads, starts = cute.sym_int(), cute.sym_int(), cute.sym_int()
-
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
-        queries = [tensor(self.element, total_q, heads, self.head_dim, align=tma.BYTES)]
-        if self.element.width == 8:
-            queries.append(make_fake_tensor(Float32, (total_q, heads), (cute.sym_int64(), cute.sym_int64())))
+        queries = [stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES)]
+        if self.keys.key_scales is not None:
+            queries.append(stand_in(Float32, total_q, heads, last=cute.sym_int64()))
         return (
             *queries,
             *self.keys.arguments(),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, starts),
-            tensor(Int32, starts),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(out_element, cute.sym_int(), total_q, cute.sym_int()),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, starts),
+            stand_in(Int32, starts),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(out_element, cute.sym_int(), total_q, cute.sym_int()),
             *(Int32(0) for _ in range(scalars)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -165,10 +160,7 @@ class Indexer:
         for block in cutlass.range(num_blocks, unroll=1):
             row = cu_seqlens_k[request] + block * self.block_size
             self.keys.load(stored, held, stage, phase, row, self.keys.pages(page_table, request, block))
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+            stage, phase = following(stage, phase, self.stages)
 
     def operands(self, sQ, held):
         """The two multiplications (the first step of a product, the steps after it) and their operands in smem."""
@@ -228,16 +220,8 @@ class Indexer:
             max_even.fill(-Float32.inf)
             max_odd.fill(-Float32.inf)
             even = stage
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-            odd = stage
-            stage = stage + 1
-            next_phase = phase
-            if stage == self.stages:
-                stage = Int32(0)
-                next_phase = phase ^ 1
+            odd, phase = following(stage, phase, self.stages)
+            stage, next_phase = following(odd, phase, self.stages)
             if block + 1 < num_blocks:
                 cute.arch.mbarrier_wait(held.full + odd, phase)
             # Not unrolled: the compiler would keep the addresses of every head's queries in registers.
@@ -254,7 +238,7 @@ class Indexer:
                 factors = self.keys.factors(held, even)
                 scores.block_max(S_even, max_even, limits, block * self.block_size, block, full_blocks, lane, factors)
                 if r == last:
-                    self.release_factors(held, even, lane)
+                    self.release_factors(held, even)
                 if (r == last) & (block + 2 < num_blocks):
                     cute.arch.mbarrier_wait(held.full + stage, next_phase)
                 warpgroup.wait_group(0)
@@ -265,7 +249,7 @@ class Indexer:
                 factors = self.keys.factors(held, odd)
                 scores.block_max(S_odd, max_odd, limits, first_key, block + 1, full_blocks, lane, factors)
                 if (r == last) & (block + 1 < num_blocks):
-                    self.release_factors(held, odd, lane)
+                    self.release_factors(held, odd)
             phase = next_phase
             self.finish_pair(state, block, max_even, max_odd, lane)
         warpgroup.wait_group(0)
@@ -299,11 +283,8 @@ class Indexer:
                     factors = self.keys.factors(held, stage)
                     scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)
                     if (r == self.heads - 1) & (block < num_blocks):
-                        self.release_factors(held, stage, lane)
-                stage = stage + 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                        self.release_factors(held, stage)
+                stage, phase = following(stage, phase, self.stages)
             self.finish_pair(state, pair * 2, max_even, max_odd, lane)
 
     @cute.jit
@@ -314,9 +295,7 @@ class Indexer:
                 cute.arch.mbarrier_arrive(held.free + stage)
 
     @cute.jit
-    def release_factors(self, held: tuple, stage: Int32, lane: Int32):
+    def release_factors(self, held: tuple, stage: Int32):
         """The same where scales of keys lie in the stage until the products are reduced."""
         if cutlass.const_expr(self.keys.key_scales):
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(held.free + stage)
+            arrive(held.free + stage)

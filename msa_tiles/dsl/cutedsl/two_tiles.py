@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import maxima
 from msa_tiles.dsl.cutedsl.indexer import ROWS, WARPS, Indexer
+from msa_tiles.dsl.cutedsl.pipeline import following
 
 GROUP_ROWS = 2 * ROWS  # rows of a consumer warpgroup
 
@@ -91,30 +92,27 @@ class TwoTileIndexer(Indexer):
             cute.arch.mbarrier_wait(held.full, 0)
         self.multiply(operands, first_tile, stage, upper)
         for block in cutlass.range(num_blocks, unroll=1):
-            next_stage = stage + 1
-            if next_stage == self.stages:
-                next_stage = Int32(0)
-                phase = phase ^ 1
+            next_stage, phase = following(stage, phase, self.stages)
             scales = self.keys.factors(held, stage)
             # Not unrolled: the compiler would keep the addresses of every head's queries in registers.
             for r in cutlass.range(self.heads, unroll=1):
                 warpgroup.wait_group(0)
                 self.multiply(operands, first_tile + self.heads + r, stage, lower)
                 self.reduce(upper, upper_max, 0, sight[0], scales, query_scale, warp, r, block, row)
-                following = first_tile + r + 1
-                following_stage = stage
+                next_tile = first_tile + r + 1
+                product_stage = stage
                 if r == last:
-                    following = first_tile
-                    following_stage = next_stage
+                    next_tile = first_tile
+                    product_stage = next_stage
                     if block + 1 < num_blocks:
                         cute.arch.mbarrier_wait(held.full + next_stage, phase)
                 warpgroup.wait_group(0)
                 if r == last:
                     self.release_tile(held, stage, lane)
                 # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
-                self.multiply(operands, following, following_stage, upper)
+                self.multiply(operands, next_tile, product_stage, upper)
                 self.reduce(lower, lower_max, 1, sight[1], scales, query_scale, warp, r, block, row)
-            self.release_factors(held, stage, lane)
+            self.release_factors(held, stage)
             stage = next_stage
             self.finish_block(row, block, maxima.row_of_lane(upper_max, lower_max, lane))
         warpgroup.wait_group(0)
@@ -142,11 +140,8 @@ class TwoTileIndexer(Indexer):
                     warpgroup.wait_group(0)
                     self.reduce(scores, both[tile], tile, sight[tile], scales, query_scale, warp, r, block, row)
             self.release_tile(held, stage, lane)
-            self.release_factors(held, stage, lane)
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+            self.release_factors(held, stage)
+            stage, phase = following(stage, phase, self.stages)
             self.finish_block(row, block, maxima.row_of_lane(*both, lane))
 
     @cute.jit

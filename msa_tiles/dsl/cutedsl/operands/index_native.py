@@ -13,11 +13,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import tma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.row_scales import copy_scales
 from msa_tiles.dsl.cutedsl.warp import WARP
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -78,12 +78,10 @@ class IndexKeys:
         shape = (cute.sym_int(), self.head_dim)
         if self.pages_per_block:
             shape = (cute.sym_int(), self.box_rows, self.head_dim)
-        strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-        keys = make_fake_tensor(self.element, shape, strides, assumed_align=tma.BYTES)
+        keys = stand_in(self.element, *shape, align=tma.BYTES)
         if self.key_scales is None:
             return (keys,)
-        rows = (cute.sym_int(), *shape[1 : -1 if self.key_scales else 1])
-        return keys, make_fake_tensor(Float32, rows, tuple(cute.sym_int64() for _ in rows))
+        return keys, stand_in(Float32, cute.sym_int(), *shape[1 : -1 if self.key_scales else 1], last=cute.sym_int64())
 
     def stored(self, keys, scales=None):
         modes = (1, 2, 0) if self.pages_per_block else (0, 1)

@@ -15,13 +15,15 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.operands import index_native as index_key
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
 from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide
@@ -112,22 +114,16 @@ class DecodeScore:
     def arguments(self):
         """Stand-ins for cute.compile: tensors, scalars and the stream, in the order of `__call__`."""
         total_q, heads = cute.sym_int(), cute.sym_int()
-
-        def tensor(element, *shape, align=None):
-            # The strides of what may be large are 64-bit, whatever the lengths.
-            strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
-            return make_fake_tensor(element, shape, strides, assumed_align=align)
-
         return (
-            tensor(self.element, total_q, heads, self.head_dim, align=tma.BYTES),
-            make_fake_tensor(Float32, (total_q, heads), (cute.sym_int64(), cute.sym_int64())),  # % if precision.scale
+            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),
+            stand_in(Float32, total_q, heads, last=cute.sym_int64()),  # % if precision.scale
             *self.keys.arguments(),
-            tensor(Int32, cute.sym_int(), cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Int32, cute.sym_int()),
-            tensor(Float32, heads, total_q, cute.sym_int()),
+            stand_in(Int32, cute.sym_int(), cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Int32, cute.sym_int()),
+            stand_in(Float32, heads, total_q, cute.sym_int()),
             *(Int32(0) for _ in range(2)),
             *(Int32(0) for _ in range(2)),  # % if precision.scale
             *(Int32(0) for _ in range(2)),
@@ -296,10 +292,7 @@ class DecodeScore:
                         row = lengths.cu_seqlens_k[request] + (first + i) * self.block_size
                     of_block = [cute.arch.shuffle_sync(page, i) for page in pages]
                     self.keys.load(stored, held, stage, phase, row, of_block)
-                    stage = stage + 1
-                    if stage == STAGES:
-                        stage = Int32(0)
-                        phase = phase ^ 1
+                    stage, phase = following(stage, phase, STAGES)
             left = left - taken
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
@@ -349,7 +342,9 @@ class DecodeScore:
                 warpgroup.wait_group(0)
                 factors = self.keys.factors(held, stage)
                 if cutlass.const_expr(factors is None):
-                    self.release(held.free + stage, lane)
+                    # Waiting for a product brings the warp together.
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(held.free + stage)
                 if first_row < rows:
                     maxima.fill(-Float32.inf)
                     scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)
@@ -358,21 +353,11 @@ class DecodeScore:
                         my_scores[block] = scores.scaled(scores.pick_float(half == 1, lower, upper), factor)
                 if cutlass.const_expr(factors is not None):
                     # They lie in the stage until all lanes have read them.
-                    cute.arch.sync_warp()
-                    self.release(held.free + stage, lane)
-                stage = stage + 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                    arrive(held.free + stage)
+                stage, phase = following(stage, phase, STAGES)
             left = left - taken
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
-
-    @cute.jit
-    def release(self, free: cute.Pointer, lane: Int32):
-        """One arrival for each consumer warp: waiting for a product brings the warp together."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(free)
 
     @cute.jit
     def clear_queries(self, queries: cute.Tensor, thread: Int32):
