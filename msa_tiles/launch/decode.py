@@ -22,6 +22,7 @@ from msa_tiles.call.step import Step, StepCall
 from msa_tiles.call.where import Where
 from msa_tiles.call.workspace import WORKSPACE_BYTES
 from msa_tiles.launch import index, lookup, operands, places, workspaces
+from msa_tiles.launch.index import AppliedScales, applied_scales
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
 
@@ -69,13 +70,14 @@ def choose_splits(rows: int, topk: int, sms: int, most: int) -> int:
     return min(range(1, max(1, min(topk, most)) + 1), key=cost)
 
 
-def score(kernel: Any, given: Index, at: Place, causal: bool, out: Tensor) -> None:
+def score(
+    kernel: Any, idx_q: Tensor, idx_k: Tensor, scales: AppliedScales, at: Place, causal: bool, out: Tensor
+) -> None:
     """Fill the blocks that each request has of out [Hi, T, NB]."""
-    scales = index.applied_scales(given, at.cu_seqlens_q)
     kernel(
-        given.idx_q,
+        idx_q,
         *scales.of_queries,
-        given.idx_k,
+        idx_k,
         *scales.of_keys,
         at.page_table,
         at.cu_seqlens_q,
@@ -87,15 +89,16 @@ def score(kernel: Any, given: Index, at: Place, causal: bool, out: Tensor) -> No
         at.use_positions if causal else 0,
         *scales.flags,
         int(causal),
-        num_sms(given.idx_q.device.index) * SCORE_CTAS,
+        num_sms(idx_q.device.index) * SCORE_CTAS,
     )
 
 
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, out: Tensor) -> None:
     """The kernel of decode_score, which writes the blocks that a request has."""
     out.fill_(-torch.inf)
-    at = place(given.where, given.idx_q.shape[0], given.idx_k.shape[0], given.idx_q.device)
-    score(kernel, given, at, causal, out)
+    idx_q, idx_k, where, q_scale, k_scale = given
+    at = place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
+    score(kernel, idx_q, idx_k, applied_scales(idx_q, q_scale, k_scale, at.cu_seqlens_q), at, causal, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +113,12 @@ class Launch:
     def __call__(self, given: Attention, workspace: Tensor | None, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse."""
         at = place(given.where, given.q.shape[0], given.k.shape[0], given.q.device)
-        self.attend(given, at, None, (0, 0), workspace, out, lse)
+        self.attend(given, given.block_indices, at, None, (0, 0), workspace, out, lse)
 
     def attend(
         self,
-        given: Attention,
+        given: Attention | Step,
+        block_indices: Tensor,
         at: Place,
         scores: Tensor | None,
         forced: tuple[int, int],
@@ -123,7 +127,7 @@ class Launch:
         lse: Tensor,
     ) -> None:
         """With ``scores`` [Hi, T, NB] the kernel chooses the ids first, with ``forced`` = (init, local) blocks, and
-        writes them to the operands' ``block_indices``.
+        writes them to ``block_indices``.
         """
         if self.splits == 1:
             partial_out, partial_lse = out[None], lse[None]
@@ -133,7 +137,7 @@ class Launch:
             given.q,
             *operands.keys_and_values(given),
             at.page_table,
-            given.block_indices,
+            block_indices,
             at.cu_seqlens_q,
             at.cu_seqlens_k,
             at.seqused_k,
@@ -228,8 +232,9 @@ class StepLaunch:
         )
         scores = scores.view(torch.float32).view(shape)
         at = place(given.where, q.shape[0], given.k.shape[0], q.device)
-        score(self.scorer, given.of_indexer, at, True, scores)
-        self.attention.attend(given.of_attention(block_indices), at, scores, self.forced, partials, out, lse)
+        scales = applied_scales(idx_q, given.index_q_scale, given.index_k_scale, at.cu_seqlens_q)
+        score(self.scorer, idx_q, given.idx_k, scales, at, True, scores)
+        self.attention.attend(given, block_indices, at, scores, self.forced, partials, out, lse)
 
 
 def prepare_step(call: StepCall) -> StepLaunch | None:

@@ -56,16 +56,18 @@ class AppliedScales(NamedTuple):
     flags: tuple[int, ...]
 
 
-def applied_scales(given: Index, unread: Tensor) -> AppliedScales:
+_NO_SCALES = AppliedScales((), (), ())
+
+
+def applied_scales(idx_q: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, unread: Tensor) -> AppliedScales:
     """Scales as these kernels take them: q_scale [T, Hi] and k_scale, [n] where all keys share one, its first.
 
     The flags say whether q_scale, and whether the one of all keys, is to be read. ``unread``, an int32 tensor [n] of
     the call, stands in for what is not; nothing is allocated.
     """
-    if not formats.is_quantised(given.idx_q):
-        return AppliedScales((), (), ())
+    if not formats.is_quantised(idx_q):
+        return _NO_SCALES
     unread = unread.view(torch.float32)
-    q_scale, k_scale = given.q_scale, given.k_scale
     flags = (int(q_scale is not None), int(k_scale is not None and not has_key_scales(k_scale)))
     if q_scale is None:
         q_scale = unread[0]
@@ -73,7 +75,7 @@ def applied_scales(given: Index, unread: Tensor) -> AppliedScales:
         k_scale = unread
     elif k_scale.dim() == 0:
         k_scale = k_scale[None]
-    return AppliedScales((q_scale.expand(given.idx_q.shape[:2]),), (k_scale,), flags)
+    return AppliedScales((q_scale.expand(idx_q.shape[:2]),), (k_scale,), flags)
 
 
 def variant(given: Index, block_size: int) -> dict[str, int]:
@@ -117,7 +119,7 @@ def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, scor
     """The kernel of index_score."""
     idx_q, idx_k = given.idx_q, given.idx_k
     at = places.place(given.where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
-    scales = applied_scales(given, at.cu_seqlens_q)
+    scales = applied_scales(idx_q, given.q_scale, given.k_scale, at.cu_seqlens_q)
     kernel(
         idx_q,
         *scales.of_queries,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from msa_tiles.call import formats, scales
 from msa_tiles.call.attention import Attention, AttentionCall
+from msa_tiles.call.step import Step
 from msa_tiles.launch import lookup
 from msa_tiles.runtime import CallFacts
 
@@ -56,7 +57,7 @@ def token_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> d
     return {"token_scales": int(scales.per_token(k_scale, k) or scales.per_token(v_scale, k))}
 
 
-def keys_and_values(operands: Attention) -> tuple[Tensor, ...]:
+def keys_and_values(operands: Attention | Step) -> tuple[Tensor, ...]:
     """k and v as kernels take them: each followed by its scale, where they are quantised.
 
     Scales come as [Hkv], or all as k without its last dimension where one of them has a scale for every row. What holds

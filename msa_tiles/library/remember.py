@@ -74,10 +74,9 @@ def signature(tensors: Sequence[Any], scalars: tuple[Hashable, ...]) -> Hashable
                 marks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned)
             except RuntimeError:  # a sparse tensor has neither an address nor strides
                 return None
-    # 1 and True are equal, and only one of them is a number of blocks.
-    made = (*marks, *scalars, *map(type, scalars))
     try:
-        hash(made)
+        hash(scalars)
     except TypeError:
         return None
-    return made
+    # 1 and True are equal, and only one of them is a number of blocks.
+    return (*marks, *scalars, *map(type, scalars))
