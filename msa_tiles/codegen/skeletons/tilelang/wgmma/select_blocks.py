@@ -62,8 +62,8 @@ PASS_CONFIGS = {
 }
 ROWS = 64
 TILE = CONSUMERS * ROWS  # % if not precision.scale
-TALL = 2 * ROWS  # % if precision.scale
-TILE = CONSUMERS * TALL  # % if precision.scale
+GROUP_ROWS = 2 * ROWS  # % if precision.scale
+TILE = CONSUMERS * GROUP_ROWS  # % if precision.scale
 SLOTS = 2 * STAGES  # % if precision.scale
 # % if not precision.scale
 
@@ -375,8 +375,8 @@ def select_blocks(
                 length,
             )  # fmt: skip
         tile_limits(
-            q_positions, use_positions, first_token, T.min(first_token + TALL, end_token) - 1, first_limit, length,
-            least, most,
+            q_positions, use_positions, first_token, T.min(first_token + GROUP_ROWS, end_token) - 1, first_limit,
+            length, least, most,
         )  # fmt: skip
         # % else
         for i in T.Parallel(ROWS):
@@ -544,9 +544,9 @@ def select_blocks(
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     # % if precision.scale
                     consume(
-                        1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + TALL,
-                        end_token, first_limit + TALL, length, num_blocks, q_positions, use_positions, init_blocks,
-                        local_blocks, order, out, q_scale, use_q_scale, query_scale, key_scale,
+                        1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + GROUP_ROWS,
+                        end_token, first_limit + GROUP_ROWS, length, num_blocks, q_positions, use_positions,
+                        init_blocks, local_blocks, order, out, q_scale, use_q_scale, query_scale, key_scale,
                     )  # fmt: skip
                     # % else
                     consume(
