@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,9 @@ class Fault:
         getattr(module, self.op)(Call(**call, target=self.target), **arguments)
 
 
-def shared_barrier(op: str, first: int, arguments: dict[str, Any]) -> Fault:
+def shared_barrier(op: str, first: int, arguments: dict[str, Any], **call_options: Any) -> Fault:
     """Both consumers meet at the first one's barrier. In the model a consumer's warps come together."""
-    call = {"sequences": [(40, 90)]}, {"group": 8, "topk": 2, **arguments}
+    call = {"sequences": [(40, 90)], **call_options}, {"group": 8, "topk": 2, **arguments}
     return Fault(op, rf"sync_threads\({first} \+ w", f"sync_threads({first}", call=call, wanted=BarrierError)
 
 
@@ -63,7 +64,7 @@ SIZES = {"head_dim": 64, "block_size": 64}
 LARGE = {"head_dim": 128, "block_size": 128}  # with two consumers everywhere
 SYNC = r"T\.pdl_sync\(\)"
 FAULTS = {
-    "sparse_attention: one barrier for both": shared_barrier("sparse_attention", 8, SIZES),
+    "sparse_attention: one barrier for both": shared_barrier("sparse_attention", 8, SIZES, spoilt=("v", math.nan)),
     "sparse_attention_backward: one barrier for both": shared_barrier("sparse_attention_backward", 2, LARGE),
     "index_kl: one barrier for both": shared_barrier("index_kl", 8, {**LARGE, "index_dim": 64}),
     "decode_score: no wait": unawaited("decode_score", SYNC, "pass", **SIZES),
@@ -83,14 +84,18 @@ FAULTS = {
     "sparse_attention_backward: rows of the third head": Fault(
         "sparse_attention_backward", r"head \* group \+ lane", "T.min(head, 1) * group + lane", "three heads"
     ),
-    "sparse_decode: one key hidden": Fault("sparse_decode", r"> limit \+ 1:", "> limit + 2:", "one key hidden"),
+    "sparse_decode: one key hidden": Fault(
+        "sparse_decode", r"> limit \+ 1:(\n +for r, j)", r"> limit + 2:\1", "one key hidden"
+    ),
     "build_schedule: one key hidden": Fault(
         "build_schedule", r"visible < block_size - 1:", "visible < block_size - 2:", "one key hidden"
     ),
     "split_selection: one key hidden": Fault(
         "split_selection", r"- row < block_size - 1:", "- row < block_size - 2:", "one key hidden"
     ),
-    "sparse_decode: one row missing": Fault("sparse_decode", r"> length:", "> length + 1:", "one row missing"),
+    "sparse_decode: one row missing": Fault(
+        "sparse_decode", r"> limit \+ 1:(?!\n +for r, j)", "> limit + 2:", "one row missing"
+    ),
 }  # fmt: skip
 for op, target in (("sparse_attention", "sm90"), ("sparse_attention", "sm100"), ("sparse_attention_backward", "sm90")):
     FAULTS[f"{op} {target}: one row missing"] = Fault(
