@@ -254,7 +254,13 @@ def test_sparse_decode(
     assert launched == ["sparse_decode"] * 2
 
 
-@pytest.mark.parametrize("op", ["sparse_decode"])
+@pytest.mark.parametrize(
+    "op",
+    sorted(
+        {cell.op for cell in default_registry().select(dsl="cutedsl", precision="q16kv8")}
+        & {"sparse_attention", "sparse_decode"}
+    ),
+)
 @pytest.mark.parametrize("per", ["tensor", "head", "token_head"])
 @pytest.mark.parametrize(("place", "make"), PLACES)
 def test_attention_on_fp8(
@@ -290,6 +296,22 @@ def test_msa_decode(launched: list[str], place: Callable[..., dict], make: Calla
     ops.msa_decode(make(130, 32, 128), k, k, make(130, 4, 128), idx_k, 16, **where)
     ids = torch.zeros(130, 2, 5, dtype=torch.int32).transpose(0, 1)
     ops.msa_decode(make(130, 32, 128), k, k, make(130, 2, 128), idx_k, 5, block_indices=ids, init_blocks=1, **where)
+    assert [name for name in launched if name != "combine"] == ["decode_score", "sparse_decode"] * 2
+
+
+@pytest.mark.parametrize("token_scales", [False, True])
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_msa_decode_on_fp8(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], token_scales: bool
+) -> None:
+    """Of its two kernels each has the precision of its own tensors."""
+    where = place(make, 2, 128)
+    k, idx_k = as_fp8(where.pop("keys")), place(make, None, 128)["keys"]
+    q, idx_q = make(130, 32, 128), make(130, 4, 128)
+    scales = {"k_scale": torch.ones(k.shape[:-1]) if token_scales else torch.tensor(0.5), "v_scale": torch.ones(2)}
+    ops.msa_decode(q, k, k, idx_q, idx_k, 16, **scales, **where)
+    of_index = {f"index_{name}": scale for name, scale in scales_of(idx_k, token_scales).items()}
+    ops.msa_decode(q, k, k, as_fp8(idx_q), as_fp8(idx_k), 16, **scales, **of_index, **where)
     assert [name for name in launched if name != "combine"] == ["decode_score", "sparse_decode"] * 2
 
 
