@@ -91,8 +91,8 @@ class DecodeScore:
     Shared memory, tiles swizzled
       queries [64, head_dim]      keys [STAGES, block_size, head_dim]      what else the keys take      barriers
 
-    Two CTAs share a multiprocessor, with no more in flight than DRAM delivers best: 128 KB. Each of these warps finds
-    the CTA's run by itself, 32 requests at a time.
+    Two CTAs share a multiprocessor. With more stages in flight than two each, DRAM delivers less. Each of these warps
+    finds the CTA's run by itself, 32 requests at a time.
     """
 
     def __init__(
