@@ -1,53 +1,30 @@
 """Indexer scores and top-k in one kernel: the score matrix never exists.
 
-# % if precision.scale
-Grid: a CTA for every KV head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
-others end at 65,535. A tile is CONSUMERS * 128 consecutive queries of one request; slots follow
-msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
-
-Warps
-  warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
-# % else
 Grid: a CTA for every KV head of every tile slot, the tiles with the longest prefix first; all on one axis, since the
 others end at 65,535. A tile is CONSUMERS * 64 consecutive queries of one request; slots follow
 msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
 Warps
   warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
-# % endif
   warpgroup CONSUMERS           producer: loads Q once, then streams the index keys, one block a stage
 
 Pipelines (name: depth, arrivals)
   q_full: 1, 128 producer threads + TMA bytes
   k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
 
-# % if precision.scale
-The consumer has two score tiles, of the same keys: one is multiplied while the other is reduced; a list of 64 leaves
-it registers for one. Row maxima pass through shared memory inside a warp: warp i owns rows 16i to 16i+15 of both
-tiles, and each of its lanes keeps the list of one of these 32 rows: lanes below 16 of the upper tile, the others of
-the lower one. With several index heads per KV head the maximum also runs over the heads.
-
-Only scales that can change a ranking are read. The scales of queries do where a KV head has several index heads: each
-warp keeps those of its rows in query_scale and multiplies row maxima. One scale for all keys never does; scales of
-single keys (key_scales = 1) multiply the columns of a score tile. Each producer thread stores one of a block's, or of
-the keys behind it, in key_scale before it arrives at k_full. There are SLOTS = 2 * STAGES blocks of them: one is
-overwritten after the consumers have released a later block, and they do so when they are done with its scales.
-# % else
 The consumer has two score tiles: one is multiplied while the other is reduced; a list of 64 leaves it
 registers for one. Row maxima pass through
 shared memory inside a warp: warp i owns rows 16i to 16i+15, lane l serves row l % 16 and takes the even blocks
 (l < 16) or the odd ones. The two lists of a row are merged at the end. With several index heads per KV head the
 maximum also runs over the heads.
-# % endif
 """
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang import topk as top
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
-from msa_tiles.dsl.tilelang.scores import block_max  # % if not precision.scale
+from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -61,11 +38,7 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,
 }
 ROWS = 64
-TILE = CONSUMERS * ROWS  # % if not precision.scale
-GROUP_ROWS = 2 * ROWS  # % if precision.scale
-TILE = CONSUMERS * GROUP_ROWS  # % if precision.scale
-SLOTS = 2 * STAGES  # % if precision.scale
-# % if not precision.scale
+TILE = CONSUMERS * ROWS
 
 
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
@@ -75,154 +48,13 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
     """
-    # % else
-
-
-def select_blocks(
-    head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int, key_scales: int
-):
-    """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
-
-    idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
-    pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
-    with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
-    q_scale [total_q, num_index_heads] is read with use_q_scale and heads_per_group > 1, k_scale [total_k] or
-    [pages, page] with key_scales = 1. Scales are float32 and positive.
-    """
-    # % endif
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
     num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
     table_stride = strides("table_stride")
-    # % if precision.scale
-    scale_token, scale_head = strides("scale_token, scale_head")
-    scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
-    # % endif
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
 
-    # % if precision.scale
-    @T.macro
-    def rank_block(
-        w, lane, row, max_shared, upper_max, lower_max, block, valid, init_blocks, local_blocks, keys, ids
-    ):  # fmt: skip
-        """Offer the maxima of a block to the lists: lanes below 16 take a row of the upper tile."""
-        key = T.alloc_var("int32")
-        T.sync_warp()
-        for i in T.Parallel(ROWS):
-            max_shared[w, 0, i] = upper_max[i]
-        for i in T.Parallel(ROWS):
-            max_shared[w, 1, i] = lower_max[i]
-        T.sync_warp()
-        key = top.forced_key(top.order_key(max_shared[w, lane // 16, row]), block, valid, init_blocks, local_blocks)
-        if block < valid:
-            top.insert(keys, ids, topk, key, block)
-
-    @T.macro
-    def score_blocks(
-        w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids, upper_limit, lower_limit,
-        valid, full_blocks, num_blocks, init_blocks, local_blocks, query_scale, key_scale,
-    ):  # fmt: skip
-        """Two score tiles: the upper one is reduced while the lower one is multiplied, then the other way round."""
-        S_upper = T.alloc_fragment([ROWS, block_size], "float32")
-        S_lower = T.alloc_fragment([ROWS, block_size], "float32")
-        upper_max = T.alloc_fragment([ROWS], "float32")
-        lower_max = T.alloc_fragment([ROWS], "float32")
-        head_max = T.alloc_fragment([ROWS], "float32")
-        stage = T.alloc_var("int32")
-        following = T.alloc_var("int32")
-        phase = T.alloc_var("int32")
-        stage = 0
-        phase = 0
-        if num_blocks > 0:
-            T.barrier_wait(q_full, 0)
-            T.barrier_wait(k_full[0], 0)
-            T.wgmma_gemm(Q_shared[2 * w, 0, :, :], K_shared[0, :, :], S_upper, transpose_B=True, clear_accum=True)
-        for block in T.serial(num_blocks):
-            T.fill(upper_max, -T.infinity("float32"))
-            T.fill(lower_max, -T.infinity("float32"))
-            following = stage + 1
-            if following == STAGES:
-                following = 0
-                phase = phase ^ 1
-            for r in T.unroll(heads_per_group):
-                T.wait_wgmma(0)
-                T.wgmma_gemm(
-                    Q_shared[2 * w + 1, r, :, :], K_shared[stage, :, :], S_lower, transpose_B=True, clear_accum=True
-                )
-                scaled.block_max(
-                    S_upper, upper_max, head_max, upper_limit, ROWS, block_size, block, full_blocks,
-                    query_scale, 2 * w, r, heads_per_group, key_scale, block % SLOTS, key_scales,
-                )  # fmt: skip
-                if r == heads_per_group - 1:
-                    if block + 1 < num_blocks:
-                        T.barrier_wait(k_full[following], phase)
-                T.wait_wgmma(0)
-                if r < heads_per_group - 1:
-                    T.wgmma_gemm(
-                        Q_shared[2 * w, r + 1, :, :], K_shared[stage, :, :], S_upper, transpose_B=True, clear_accum=True
-                    )
-                else:
-                    T.barrier_arrive(k_free[stage])
-                    # Past the last block this multiplies a stale stage, for nobody: the waits stay uniform.
-                    T.wgmma_gemm(
-                        Q_shared[2 * w, 0, :, :], K_shared[following, :, :], S_upper, transpose_B=True, clear_accum=True
-                    )
-                scaled.block_max(
-                    S_lower, lower_max, head_max, lower_limit, ROWS, block_size, block, full_blocks,
-                    query_scale, 2 * w + 1, r, heads_per_group, key_scale, block % SLOTS, key_scales,
-                )  # fmt: skip
-            stage = following
-            rank_block(
-                w, lane, row, max_shared, upper_max, lower_max, block, valid, init_blocks, local_blocks, keys, ids
-            )
-        T.wait_wgmma(0)
-
-    @T.macro
-    def score_singly(
-        w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids, upper_limit, lower_limit,
-        valid, full_blocks, num_blocks, init_blocks, local_blocks, query_scale, key_scale,
-    ):  # fmt: skip
-        """One score tile at a time, for lists that leave no registers for a second one."""
-        S = T.alloc_fragment([ROWS, block_size], "float32")
-        upper_max = T.alloc_fragment([ROWS], "float32")
-        lower_max = T.alloc_fragment([ROWS], "float32")
-        head_max = T.alloc_fragment([ROWS], "float32")
-        if num_blocks > 0:
-            T.barrier_wait(q_full, 0)
-        for block in T.serial(num_blocks):
-            T.fill(upper_max, -T.infinity("float32"))
-            T.fill(lower_max, -T.infinity("float32"))
-            T.barrier_wait(k_full[block % STAGES], (block // STAGES) & 1)
-            # Not unrolled: the addresses of every head's queries would take registers.
-            for r in T.serial(heads_per_group):
-                T.wgmma_gemm(
-                    Q_shared[2 * w, r, :, :], K_shared[block % STAGES, :, :], S, transpose_B=True, clear_accum=True
-                )
-                T.wait_wgmma(0)
-                scaled.block_max(
-                    S, upper_max, head_max, upper_limit, ROWS, block_size, block, full_blocks,
-                    query_scale, 2 * w, r, heads_per_group, key_scale, block % SLOTS, key_scales,
-                )  # fmt: skip
-                T.wgmma_gemm(
-                    Q_shared[2 * w + 1, r, :, :], K_shared[block % STAGES, :, :], S, transpose_B=True, clear_accum=True
-                )
-                T.wait_wgmma(0)
-                if r == heads_per_group - 1:
-                    T.barrier_arrive(k_free[block % STAGES])
-                scaled.block_max(
-                    S, lower_max, head_max, lower_limit, ROWS, block_size, block, full_blocks,
-                    query_scale, 2 * w + 1, r, heads_per_group, key_scale, block % SLOTS, key_scales,
-                )  # fmt: skip
-            rank_block(
-                w, lane, row, max_shared, upper_max, lower_max, block, valid, init_blocks, local_blocks, keys, ids
-            )
-
-    if topk * heads_per_group > 64:
-        # Four heads in a row need so many registers that lists of 32 leave none for a second score tile either.
-        score_blocks = score_singly
-
-    # % else
     @T.macro
     def rank_pair(
         w, lane, row, max_shared, max_even, max_odd, first_block, valid, init_blocks, local_blocks, keys, ids
@@ -336,49 +168,22 @@ def select_blocks(
                 )  # fmt: skip
                 T.fill(max_odd, -T.infinity("float32"))
 
-    # % endif
     @T.macro
     def consume(
         w, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free,
         head, first_token, end_token, first_limit, length, num_blocks, q_positions, use_positions,
         init_blocks, local_blocks, order, out,
-        q_scale, use_q_scale, query_scale, key_scale,  # % if precision.scale
     ):  # fmt: skip
         keys = T.alloc_local([topk], "int32")
         ids = T.alloc_local([topk], "int32")
-        # % if precision.scale
-        upper_limit = T.alloc_fragment([ROWS], "int32")
-        lower_limit = T.alloc_fragment([ROWS], "int32")
-        # % else
         row_limit = T.alloc_fragment([ROWS], "int32")
-        # % endif
         least = T.alloc_local([1], "int32")
         most = T.alloc_local([1], "int32")
         lane = tx % 32
         row = (tx - w * 128) // 32 * 16 + lane % 16
-        # % if precision.scale
-        place = lane // 16 * ROWS + row
-        token = T.min(first_token + place, end_token - 1)
-        # % else
         token = T.min(first_token + row, end_token - 1)
-        # % endif
         limit = last_visible(q_positions, use_positions, token, first_token, first_limit, length)
         valid = T.if_then_else(limit >= 0, limit // block_size + 1, 0)
-        # % if precision.scale
-        for i in T.Parallel(ROWS):
-            upper_limit[i] = last_visible(
-                q_positions, use_positions, T.min(first_token + i, end_token - 1), first_token, first_limit, length
-            )
-        for i in T.Parallel(ROWS):
-            lower_limit[i] = last_visible(
-                q_positions, use_positions, T.min(first_token + ROWS + i, end_token - 1), first_token, first_limit,
-                length,
-            )  # fmt: skip
-        tile_limits(
-            q_positions, use_positions, first_token, T.min(first_token + GROUP_ROWS, end_token) - 1, first_limit,
-            length, least, most,
-        )  # fmt: skip
-        # % else
         for i in T.Parallel(ROWS):
             row_limit[i] = last_visible(
                 q_positions, use_positions, T.min(first_token + i, end_token - 1), first_token, first_limit, length
@@ -387,31 +192,8 @@ def select_blocks(
             q_positions, use_positions, first_token, T.min(first_token + ROWS, end_token) - 1, first_limit, length,
             least, most,
         )  # fmt: skip
-        # % endif
         full_blocks = T.max(least[0] + 1, 0) // block_size
-        # % if precision.scale
-        if heads_per_group > 1:
-            for r in T.unroll(heads_per_group):
-                query_scale[2 * w + lane // 16, r, row] = T.if_then_else(
-                    use_q_scale != 0, q_scale[token, head * heads_per_group + r], T.float32(1)
-                )
-            T.sync_warp()
-        # % endif
         top.clear(keys, ids, topk)
-        # % if precision.scale
-        if topk <= 32:
-            score_blocks(
-                w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids, upper_limit,
-                lower_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks, query_scale, key_scale,
-            )  # fmt: skip
-        else:
-            score_singly(
-                w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids, upper_limit,
-                lower_limit, valid, full_blocks, num_blocks, init_blocks, local_blocks, query_scale, key_scale,
-            )  # fmt: skip
-        if first_token + place < end_token:
-            top.emit(keys, ids, topk, valid, k, order, out, head, first_token + place)
-        # % else
         if topk <= 32:
             score_pairs(
                 w, lane, row, Q_shared, K_shared, max_shared, q_full, k_full, k_free, keys, ids,
@@ -425,7 +207,6 @@ def select_blocks(
         top.merge(keys, ids, topk, 16, lane < 16)
         if lane < 16 and first_token + row < end_token:
             top.emit(keys, ids, topk, valid, k, order, out, head, first_token + row)
-        # % endif
 
     @T.prim_func
     def main(
@@ -436,28 +217,17 @@ def select_blocks(
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
         seqused_k: T.Tensor((num_requests,), "int32"),
         q_positions: T.Tensor((num_positions,), "int32"),
-        # % if precision.scale
-        q_scale: T.StridedTensor((total_q, num_index_heads), (scale_token, scale_head), "float32"),
-        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),
-        # % endif
         out: T.StridedTensor((num_kv_heads, total_q, k), (out_head, out_token, 1), "int32"),
         use_seqused: T.int32,
         use_positions: T.int32,
-        use_q_scale: T.int32,  # % if precision.scale
         init_blocks: T.int32,
         local_blocks: T.int32,
         order: T.int32,
     ):
         with T.Kernel(num_kv_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
-            Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)  # % if not precision.scale
-            Q_shared = T.alloc_shared([2 * CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)  # % if precision.scale
+            Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)
             K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
             max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")
-            # % if precision.scale
-            query_scale = T.alloc_shared([2 * CONSUMERS, heads_per_group, ROWS], "float32", scope="shared.dyn")
-            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
-            scale_read = T.alloc_local([1], "float32")
-            # % endif
             q_full = T.alloc_barrier(arrive_count=128)
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
@@ -490,16 +260,6 @@ def select_blocks(
                     T.set_max_nreg(PRODUCER_REGISTERS, 0)
                     if num_blocks > 0:
                         key_row = cu_seqlens_k[request[0]]
-                        # % if precision.scale
-                        for tile in T.serial(2 * CONSUMERS):
-                            rows = first_token + tile * ROWS
-                            for r in T.serial(heads_per_group):
-                                T.tma_copy(
-                                    described(idx_q)[rows : rows + ROWS, head * heads_per_group + r, :],
-                                    Q_shared[tile, r, :, :],
-                                    barrier=q_full,
-                                )
-                        # % else
                         for w in T.unroll(CONSUMERS):
                             for r in T.unroll(heads_per_group):
                                 T.tma_copy(
@@ -511,26 +271,13 @@ def select_blocks(
                                     Q_shared[w, r, :, :],
                                     barrier=q_full,
                                 )
-                        # % endif
                         T.barrier_arrive(q_full)
                         for block in T.serial(num_blocks):
-                            # % if precision.scale
-                            # Before the wait, so that the scale is there when the stage is free.
-                            if key_scales:
-                                scaled.read_key_scale(
-                                    k_scale, page_table, key_row + block * block_size, tx % 128,
-                                    block_size, pages_per_block, scale_read,
-                                )  # fmt: skip
-                            # % endif
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
                                 block_size, head_dim, pages_per_block, box_columns(head_dim, ELEMENT),
                             )  # fmt: skip
-                            # % if precision.scale
-                            if key_scales:
-                                key_scale[block % SLOTS, tx % 128] = scale_read[0]
-                            # % endif
                             T.barrier_arrive(k_full[block % STAGES])
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
@@ -538,22 +285,13 @@ def select_blocks(
                         0, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token, end_token,
                         first_limit, length, num_blocks, q_positions, use_positions, init_blocks, local_blocks, order,
                         out,
-                        q_scale, use_q_scale, query_scale, key_scale,  # % if precision.scale
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                    # % if precision.scale
-                    consume(
-                        1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + GROUP_ROWS,
-                        end_token, first_limit + GROUP_ROWS, length, num_blocks, q_positions, use_positions,
-                        init_blocks, local_blocks, order, out, q_scale, use_q_scale, query_scale, key_scale,
-                    )  # fmt: skip
-                    # % else
                     consume(
                         1, tx, Q_shared, K_shared, max_shared, q_full, k_full, k_free, head, first_token + ROWS,
                         end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, init_blocks,
                         local_blocks, order, out,
                     )  # fmt: skip
-                    # % endif
 
     return main
