@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from msa_tiles.bench import gates, rows, table
+from msa_tiles.bench.precisions import group
 from msa_tiles.bench.rows import Row
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +33,8 @@ def dated(lines: Sequence[Sequence[str]], latest: dict[rows.Key, Row]) -> list[S
     """The lines of `bench.table` with the date of each case's newest row."""
     found: list[Sequence[str]] = [(*lines[0], "date")]
     for line in lines[1:]:
-        dates = [row["date"] for key, row in latest.items() if key[:3] == tuple(line[:3])]
+        named = ((op, case, group(precision), row) for (op, case, precision, _), row in latest.items())
+        dates = [row["date"] for *names, row in named if names == list(line[:3])]
         found.append((*line, max(dates)))
     return found
 

@@ -136,7 +136,9 @@ def _kinds(op: str, label: str) -> Sequence[str]:
         return ("",) if label.endswith("_b8") else ()
     if label.startswith("prefill_8k"):
         return (WHOLE, LAST)
-    return (WHOLE,) if label.startswith("prefill") else (LAST,)
+    if label.startswith("prefill"):
+        return (WHOLE,)
+    return (LAST,) if label.startswith("chunk8k") else ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,20 +9,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msa_tiles.bench import rows
+from msa_tiles.bench.precisions import ATTENTION, BF16, BOTH, INDEXER
 from msa_tiles.bench.rows import Key, Row
 from msa_tiles.spec.model import DSLS
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The fastest of `peers` must take at least `ratio` times as long as ours; `stretch` is what to hope for."""
+    """The fastest of `peers` must take at least `ratio` times as long as ours; `goal` is what to hope for.
+
+    `ratio` is None where there is a goal alone.
+    """
 
     op: str
     case: str
     peers: tuple[str, ...]
-    ratio: float
-    stretch: float
-    precision: str = "bf16"
+    ratio: float | None
+    goal: float
+    precision: str = BF16
 
     def reached(self, row: Row) -> float | None:
         """The ratio of a row; None when none of the peers was timed with it."""
@@ -31,46 +35,75 @@ class Gate:
 
 
 _VLLM = ("vllm",)
+_FLASHINFER = ("flashinfer",)
+_OWN_BF16 = ("bf16",)
 _DENSE = ("fa4",)
 _DENSE_DECODE = ("fa4", "dense_bytes")
+_Q8K8, _Q16KV8, _FP8 = INDEXER[1], ATTENTION[1], BOTH[1]
 
 GATES = (
     Gate("select_blocks", "prefill_32k_u", _VLLM, 2.0, 2.3),
-    Gate("select_blocks", "prefill_128k_u", _VLLM, 1.9, 2.1),
-    Gate("select_blocks", "prefill_32k_u", _VLLM, 2.4, 3.2, "q8k8"),
-    Gate("select_blocks", "prefill_128k_u", _VLLM, 2.45, 2.9, "q8k8"),
-    Gate("topk_select", "prefill_128k_u", ("torch",), 16, 25),
+    Gate("select_blocks", "prefill_128k_u", _VLLM, 1.9, 2.3),
+    Gate("select_blocks", "prefill_32k_u", _FLASHINFER, 1.1, 1.35, _Q8K8),
+    Gate("select_blocks", "prefill_128k_u", _FLASHINFER, 1.15, 1.4, _Q8K8),
+    Gate("select_blocks", "chunk8k_1m_u", _FLASHINFER, 1.25, 1.5, _Q8K8),
+    Gate("topk_select", "prefill_32k_u", _FLASHINFER, None, 1.0),
+    Gate("topk_select", "prefill_128k_u", _FLASHINFER, 1.2, 1.6),
     Gate("sparse_attention", "prefill_32k_u", _VLLM, 2.5, 2.8),
-    Gate("sparse_attention", "prefill_128k_u", _VLLM, 2.4, 2.75),
+    Gate("sparse_attention", "prefill_128k_u", _VLLM, 2.4, 2.8),
     Gate("sparse_attention", "prefill_32k_s", _VLLM, 3.0, 3.7),
     Gate("sparse_attention", "prefill_128k_s", _VLLM, 3.0, 3.5),
-    Gate("sparse_attention", "prefill_32k_s", _VLLM, 7.5, 10, "q16kv8"),
-    Gate("sparse_attention", "prefill_128k_s", _VLLM, 6.9, 9, "q16kv8"),
-    Gate("prefill", "prefill_32k_u", _DENSE, 3.0, 3.4),
-    Gate("prefill", "prefill_128k_u", _DENSE, 8.5, 9.8),
-    Gate("prefill", "chunk8k_1m_u", _DENSE, 22, 25),
-    Gate("prefill", "chunk8k_1m_u", _DENSE, 40, 46, "q8k8+q16kv8"),
-    Gate("msa_decode", "decode_128k_b32", _VLLM, 1.03, 1.08),
-    Gate("msa_decode", "decode_128k_b1", _VLLM, 1.3, 1.6),
-    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.0),
-    Gate("msa_decode", "decode_128k_b32", _VLLM, 1.22, 1.28, "q8k8+q16kv8"),
-    Gate("msa_decode", "decode_128k_b1", _VLLM, 1.5, 1.8, "q8k8+q16kv8"),
-    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 15.3, 15.7, "q8k8+q16kv8"),
+    Gate("sparse_attention", "chunk512_100k_u", _VLLM, 1.5, 2.5),
+    *(
+        gate
+        for case, ratio in (
+            ("prefill_32k_u", 1.9),
+            ("prefill_32k_s", 1.4),
+            ("prefill_128k_u", 2.1),
+            ("prefill_128k_s", 2.1),
+            ("chunk8k_1m_u", 2.1),
+            ("chunk8k_1m_s", 2.1),
+        )
+        for gate in (
+            Gate("sparse_attention", case, _FLASHINFER, ratio, ratio, _Q16KV8),
+            Gate("sparse_attention", case, _OWN_BF16, 0.95, 1.15, _Q16KV8),
+        )
+    ),
+    Gate("prefill", "prefill_4k_u", _DENSE, None, 1.0),
+    Gate("prefill", "prefill_32k_u", _DENSE, 3.4, 4.0),
+    Gate("prefill", "prefill_128k_u", _DENSE, 9.8, 11.0),
+    Gate("prefill", "chunk8k_1m_u", _DENSE, 25, 32),
+    Gate("prefill", "chunk8k_1m_u", _DENSE, 40, 50, _FP8),
+    Gate("msa_decode", "decode_128k_b32", _VLLM, 1.03, 1.10),
+    Gate("msa_decode", "decode_128k_b1", _VLLM, 1.25, 1.6),
+    Gate("msa_decode", "decode_8k_b64", _VLLM, 1.05, 1.15),
+    Gate("msa_decode", "decode_128k_b32", _VLLM, 1.22, 1.28, _FP8),
+    Gate("msa_decode", "decode_128k_b1", _VLLM, 1.5, 1.8, _FP8),
+    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.3),
+    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 15.3, 15.7, _FP8),
     Gate("msa_attention", "train_32k", ("flash_msa",), 8.0, 15.0),
     Gate("msa_attention", "train_128k", ("flash_msa",), 8.0, 15.0),
 )
 
+LATER = {
+    "decode 1M b8 on an index of four bits": "formats of four bits have no kernels yet",
+    "decode of drafts, 4 queries each": "blocks that drafts share are read once for each yet",
+    "first call with a pack": "there are no packs yet",
+    "host time of an eager call, memory of a prompt of 1M tokens": "neither is a time of a case",
+}
+"""What else is aimed at, and why no row shows it."""
+
 
 def of(op: str, case: str, precision: str) -> Gate | None:
-    """The gate of a case, if there is one."""
+    """The first gate of a case, if there is one."""
     return next((gate for gate in GATES if (gate.op, gate.case, gate.precision) == (op, case, precision)), None)
 
 
-MET = ("met", "stretch met")
+MET = ("met", "goal met", "goal open")
 
 
 def best(gate: Gate, latest: Mapping[Key, Row], current: frozenset[str]) -> tuple[float | None, str]:
-    """The best ratio of our DSLs, and `met`, `stretch met`, `MISSED`, `stale`, or why there is no ratio.
+    """The best ratio of our DSLs, and `met`, `goal met`, `goal open`, `MISSED`, `stale`, or why there is no ratio.
 
     `current` are the digests of the kernels as they are now: what an older kernel reached is nothing that is met.
     """
@@ -83,19 +116,22 @@ def best(gate: Gate, latest: Mapping[Key, Row], current: frozenset[str]) -> tupl
     ratio, row = max(ratios, key=lambda pair: pair[0])
     if rows.is_stale(row, current):
         return ratio, "stale"
-    if ratio >= gate.stretch:
-        return ratio, "stretch met"
+    if ratio >= gate.goal:
+        return ratio, "goal met"
+    if gate.ratio is None:
+        return ratio, "goal open"
     return ratio, "met" if ratio >= gate.ratio else "MISSED"
 
 
 def report(latest: Mapping[Key, Row], current: frozenset[str], gates: Iterable[Gate] = GATES) -> list[Sequence[str]]:
     """Rows of a table, the heading first."""
-    table: list[Sequence[str]] = [("op", "case", "precision", "peer", "ratio", "gate", "stretch", "verdict")]
+    table: list[Sequence[str]] = [("op", "case", "precision", "peer", "ratio", "gate", "goal", "verdict")]
     for gate in gates:
         ratio, words = best(gate, latest, current)
         shown = "-" if ratio is None else f"{ratio:.2f}"
         peer = " or ".join(gate.peers)
-        table.append((gate.op, gate.case, gate.precision, peer, shown, f"{gate.ratio:g}", f"{gate.stretch:g}", words))
+        must = "-" if gate.ratio is None else f"{gate.ratio:g}"
+        table.append((gate.op, gate.case, gate.precision, peer, shown, must, f"{gate.goal:g}", words))
     return table
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +24,24 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Attention:
-    """`q [T, Hq, D]`, `k v [Tk, Hkv, D]` and `block_indices [Hkv, T, k]`."""
+    """`q [T, Hq, D]`, `k v [Tk, Hkv, D]` and `block_indices [Hkv, T, k]`; of quantised k and v the scales, all 1."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     block_indices: Tensor
+
+    @functools.cached_property
+    def scales(self) -> Mapping[str, Any]:
+        return unit_scales(self.k)
+
+
+def unit_scales(keys: Tensor) -> dict[str, Tensor]:
+    """The scales that a call of attention gets beside quantised keys: of 1, as peers take them that know none."""
+    if keys.dtype.itemsize > 1:
+        return {}
+    one = torch.ones((), device=keys.device)
+    return {"k_scale": one, "v_scale": one}
 
 
 def normal(seed: int, device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -63,12 +78,8 @@ def attention(
         ids = selection(case, heads, topk, case["block_size"], device)
     else:
         ids = torch.empty((heads, case.num_q, 0), dtype=torch.int32, device=device)
-    return Attention(
-        normal(3 * seed, device, case.num_q, case["num_q_heads"], dim),
-        normal(3 * seed + 1, device, case.num_k, heads, dim).to(dtype),
-        normal(3 * seed + 2, device, case.num_k, heads, dim).to(dtype),
-        ids,
-    )
+    k, v = (normal(3 * seed + part, device, case.num_k, heads, dim).to(dtype) for part in (1, 2))
+    return Attention(normal(3 * seed, device, case.num_q, case["num_q_heads"], dim), k, v, ids)
 
 
 def sample_rows(num_q: int, count: int, device: torch.device) -> Tensor:

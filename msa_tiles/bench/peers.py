@@ -40,7 +40,7 @@ def vllm_module() -> ModuleType | str:
 
 
 @functools.lru_cache
-def _function(module: str, name: str) -> Callable[..., Any] | str:
+def optional_function(module: str, name: str) -> Callable[..., Any] | str:
     """A function of a peer, or why it cannot be imported."""
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -50,7 +50,7 @@ def _function(module: str, name: str) -> Callable[..., Any] | str:
 
 
 def flash_attention_4() -> Callable[..., Any] | str:
-    return _function("flash_attn.cute", "flash_attn_func")
+    return optional_function("flash_attn.cute", "flash_attn_func")
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def flash_msa(case: Case, topk: int) -> Contender | Skipped:
 
     It selects by itself, a little differently where scores nearly tie, so most rows must be right, not all.
     """
-    attend = _function("flash_msa", "flash_msa_func")
+    attend = optional_function("flash_msa", "flash_msa_func")
     if isinstance(attend, str):
         return Skipped("flash_msa", attend)
     if case["block_size"] != 128 or case["head_dim"] != 128 or case.num_q != case.num_k or case.num_q % 128:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msa_tiles.bench import gates, rows
 from msa_tiles.bench.operators import BENCHMARKS
+from msa_tiles.bench.precisions import group
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS
 
@@ -26,7 +27,9 @@ def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]
     table: list[Sequence[str]] = [HEADING]
     for op, case, precision in sorted(cases, key=_place):
         mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
-        table.append((op, case, precision, *_figures(mine, current), _gate(op, case, precision, latest, current)))
+        table.append(
+            (op, case, group(precision), *_figures(mine, current), _gate(op, case, precision, latest, current))
+        )
     return table
 
 
@@ -58,11 +61,8 @@ def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], cu
     if gate is None:
         return ""
     ratio, words = gates.best(gate, latest, current)
-    return (
-        f"{gate.ratio:g}x {words}"
-        if ratio is None
-        else f"{gate.ratio:g}x {words} ({ratio:.{1 if ratio >= 10 else 2}f})"
-    )
+    aim = f"{gate.goal if gate.ratio is None else gate.ratio:g}x {words}"
+    return aim if ratio is None else f"{aim} ({ratio:.{1 if ratio >= 10 else 2}f})"
 
 
 def _ms(value: float) -> str:

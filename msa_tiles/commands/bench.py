@@ -55,9 +55,25 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="time nothing: show the rows of earlier runs; needs no GPU",
     )
     parser.add_argument(
+        "--agreement",
+        action="store_true",
+        help="time nothing: print how many blocks e4m3 queries and keys choose as float32 ones do",
+    )
+    parser.add_argument(
         "--gates", action="store_true", help="compare with the ratios aimed at, and fail when one is not reached"
     )
     parser.set_defaults(func=run)
+
+
+def _agreement(args: argparse.Namespace) -> int:
+    import torch
+
+    from msa_tiles.bench import agreement
+
+    device = torch.device(args.device if torch.cuda.is_available() else "cpu")
+    console.say(f"blocks chosen from e4m3 as from float32, {agreement.TOPK} of each query and head, on {device}")
+    console.table(agreement.table(device))
+    return 0
 
 
 def _names(text: str) -> list[str]:
@@ -67,6 +83,8 @@ def _names(text: str) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.bench import charts, session
 
+    if args.agreement:
+        return _agreement(args)
     args.ops, args.cases, args.precision, args.backend = map(
         _flat, (args.ops, args.cases, args.precision, args.backend)
     )
@@ -182,6 +200,8 @@ def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
     if not args.gates:
         return True
     console.table(gates.report(latest, current))
+    for what, why in gates.LATER.items():
+        console.say(f"left out: {what} ({why})")
     return gates.all_met(latest, current)
 
 

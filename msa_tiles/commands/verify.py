@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     # Compiled side by side first: the GPU would wait for each kernel otherwise.
     if args.smallest:
         grid = [(cell, smallest(found)) for cell, found in grid]
-        jobs = [Job(cell, case.point) for cell, found in grid for case in found]
+        jobs = [Job(cell, dict(case.point)) for cell, found in grid for case in found]
     else:
         jobs = ci_jobs(_launched(chosen, registry))
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)

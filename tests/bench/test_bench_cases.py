@@ -14,8 +14,8 @@ def test_case_names_are_the_ones_of_the_results():
     assert {"prefill_32k_u", "prefill_32k_s", "prefill_128k_u", "chunk8k_1m_u"} <= set(cases.labels("sparse_attention"))
     for op in ("select_blocks", "index_score", "topk_select"):
         assert {"prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u"} <= set(cases.labels(op))
-    whole = {"prefill_8k_u", "prefill_32k_u", "prefill_128k_u"}
-    last = {"chunk8k_32k_u", "chunk8k_128k_u", "chunk8k_512k_u", "chunk8k_1m_u"}
+    whole = {"prefill_4k_u", "prefill_8k_u", "prefill_32k_u", "prefill_128k_u"}
+    last = {"chunk512_100k_u", "chunk8k_32k_u", "chunk8k_128k_u", "chunk8k_512k_u", "chunk8k_1m_u"}
     assert whole | last == set(BENCHMARKS["prefill"].labels)
 
 
@@ -39,7 +39,7 @@ def test_cases_have_the_m3_shape():
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"--cases: select_blocks has no case 'prefill_1k'; it has prefill_8k_u,"):
+    with pytest.raises(ValueError, match=r"--cases: select_blocks has no case 'prefill_1k'; it has prefill_4k_u,"):
         cases.find("select_blocks", "prefill_1k")
 
 

@@ -53,7 +53,7 @@ def test_speed_ups_are_of_the_faster_dsl_in_order_of_context():
     lines = charts.speed_ups(latest, "prefill", "bf16", NOW)
     assert set(lines) == {(kind, peer) for kind in (WHOLE, LAST) for peer in ("dense", "vllm")}
     whole = lines[WHOLE, "dense"]
-    assert [point.context for point in whole] == [8 * K, 32 * K, 128 * K]
+    assert [point.context for point in whole] == [4 * K, 8 * K, 32 * K, 128 * K]
     assert [point.context for point in lines[LAST, "vllm"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
     assert all(point.ratio == pytest.approx(30 / 1.6) and point.peer == "fa4" for point in whole)
     decode = charts.speed_ups(latest, "msa_decode", "bf16", NOW)

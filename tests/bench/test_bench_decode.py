@@ -73,7 +73,7 @@ def test_ours_passes_its_own_check(prepared, made):
 def test_bench_of_a_case(prepared, made):
     size = made.index_cache.itemsize
     assert prepared.bytes_per_set == size * 3 * 1301 * 32, "the index keys are what every call reads"
-    assert [peer.name for peer in prepared.peers] == ["vllm", "fa4", "dense_bytes"]
+    assert [peer.name for peer in prepared.peers] == ["vllm", "flashinfer", "fa4", "dense_bytes"]
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("q8k8+q16kv8", 1)])

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "nn": {"ops", "call"},
     "simulator": set(),
     "verify": {"ops", "call", "launch", "runtime", "spec", "reference", "quant", "paths"},
-    "bench": {"ops", "call", "runtime", "spec", "reference", "paths"},
+    "bench": {"ops", "call", "runtime", "spec", "reference", "quant", "paths"},
     "demo": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,

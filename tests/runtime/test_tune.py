@@ -77,7 +77,7 @@ def test_inputs_do_not_stay_in_the_l2_as_far_as_memory_goes(
 
 def test_what_a_call_reads_is_what_its_roofline_says() -> None:
     specs = load(specs_dir())
-    [cell, _] = default_registry().select(op="sparse_decode", target="sm90")
+    [cell, _] = default_registry().select(op="sparse_decode", target="sm90", precision="bf16")
     operator = specs.operators["sparse_decode"]
     [workload] = [workload for workload in operator.bench if workload.label == "decode_128k_b1"]
     case = Case(cell, operator, specs.precisions["bf16"], workload, operator.m3, 0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.bench import checks, peers, precisions
+from msa_tiles.bench import checks, flashinfer_peer, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
 from msa_tiles.bench.inputs import normal
 from msa_tiles.bench.timing import Call
@@ -22,6 +22,7 @@ OP = "msa_decode"
 PARTS = ("decode_score", "sparse_decode")
 BATCHES = {
     "decode_8k_b8": (8, 1 << 13),
+    "decode_8k_b64": (64, 1 << 13),
     "decode_32k_b8": (8, 1 << 15),
     "decode_128k_b1": (1, 1 << 17),
     "decode_128k_b8": (8, 1 << 17),
@@ -323,7 +324,12 @@ def prepare(case: Case, device: torch.device, precision: str) -> Bench:
         bytes_per_set=index_bytes(case, precision),
         ours=functools.partial(ours, case),
         check=functools.partial(check, case),
-        peers=[vllm(case), fa4_dense(case), dense_bytes(case)],
+        peers=[
+            vllm(case),
+            flashinfer_peer.decode(case, stored_in(precision, "key_value"), functools.partial(check, case)),
+            fa4_dense(case),
+            dense_bytes(case),
+        ],
     )
 
 

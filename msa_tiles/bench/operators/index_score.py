@@ -7,7 +7,7 @@ import functools
 import torch
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers, precisions
+from msa_tiles.bench import cases, checks, flashinfer_peer, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
@@ -27,7 +27,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
         bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
         ours=ours,
         check=functools.partial(checks.scores, case),
-        peers=[peers.vllm_index_score(case)],
+        peers=[peers.vllm_index_score(case), flashinfer_peer.index_score(case, dtype)],
     )
 
 

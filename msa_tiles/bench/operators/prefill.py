@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, inputs, peers, precisions
+from msa_tiles.bench import cases, checks, flashinfer_peer, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark
 from msa_tiles.bench.operators.sparse_attention import attention_bytes
 from msa_tiles.bench.timing import Call
@@ -54,6 +54,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
 
     def ours(dsl: str, x: Inputs) -> Call:
         index, attend = x
+        scales = attend.scales
 
         def call() -> tuple[Tensor, Tensor]:
             ids = ops.select_blocks(
@@ -64,7 +65,9 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
                 block_size=case["block_size"],
                 backend=dsl,
             )
-            out = ops.sparse_attention(attend.q, attend.k, attend.v, ids, block_size=case["block_size"], backend=dsl)
+            out = ops.sparse_attention(
+                attend.q, attend.k, attend.v, ids, block_size=case["block_size"], backend=dsl, **scales
+            )
             return ids, cast(Tensor, out)
 
         return call
@@ -78,6 +81,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
         check=verify,
         peers=[
             peers.vllm_prefill(case, topk, verify),
+            flashinfer_peer.prefill(indexer, case, (index, dtype), verify),
             peers.fa4_dense(case, operator.itemgetter(1)),
             peers.cudnn_dense(case, operator.itemgetter(1)),
         ],

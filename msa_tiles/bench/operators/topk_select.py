@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.bench import cases, checks, peers
+from msa_tiles.bench import cases, checks, flashinfer_peer, peers
 from msa_tiles.bench.harness import Bench, Contender
 from msa_tiles.bench.inputs import normal, sample_rows
 from msa_tiles.bench.operators._own import of_spec
@@ -70,7 +70,11 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
         bytes_per_set=4 * heads * case.num_q * -(-case.num_k // case["block_size"]),
         ours=ours,
         check=functools.partial(check, case, 1),
-        peers=[torch_topk(case, topk), peers.vllm_topk(case, topk, functools.partial(check, case, 1))],
+        peers=[
+            torch_topk(case, topk),
+            peers.vllm_topk(case, topk, functools.partial(check, case, 1)),
+            flashinfer_peer.topk_select(case, functools.partial(check, case, 1)),
+        ],
     )
 
 
