@@ -95,7 +95,11 @@ def _figures(
         try:
             # All run on the same inputs: those of the longest workloads fit a GPU once.
             checks = _input_sets(functools.partial(_check, case, device), _bytes_read(case), device)
-            calls = {cell.id: [functools.partial(_run, check, cell.dsl) for check in checks] for cell in cells}
+            runs = [functools.partial(_run, cell=cell, alone=_alone(cell, cells)) for cell in cells]
+            calls = {
+                cell.id: [functools.partial(run, check) for check in checks]
+                for cell, run in zip(cells, runs, strict=True)
+            }
             figure = measure(calls, seconds)
         except torch.OutOfMemoryError:
             console.complain(f"msa-tiles tune: {cells[0].op} {workload.label} does not fit this GPU and is left out")
@@ -141,9 +145,26 @@ def _input_sets(make: Callable[[int], Any], bytes_read: float, device: Any) -> l
     return [first, *(make(seed) for seed in range(1, count))]
 
 
-def _run(check: Any, dsl: str) -> Any:
-    check.backend = dsl
-    return check.call() if hasattr(check, "call") else check.run(False)
+def _alone(cell: Any, rivals: Sequence[Any]) -> bool:
+    """Whether naming its DSL names the cell."""
+    return sum(rival.dsl == cell.dsl for rival in rivals) == 1
+
+
+def _run(check: Any, cell: Any, alone: bool = True) -> Any:
+    """Call the operator on this cell. Other calls must not find it remembered where its DSL has another."""
+    from msa_tiles.library.remember import forget_all
+    from msa_tiles.runtime.dispatch import preferring
+
+    check.backend = cell.dsl
+    call = check.call if hasattr(check, "call") else functools.partial(check.run, False)
+    if alone:
+        return call()
+    forget_all()
+    try:
+        with preferring(cell):
+            return call()
+    finally:
+        forget_all()
 
 
 def measure(calls: Mapping[str, Sequence[Callable[[], Any]]], seconds: float) -> dict[str, float]:

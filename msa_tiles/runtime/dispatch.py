@@ -11,7 +11,9 @@ do, for all agree on the tensors in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msa_tiles.runtime import toolchain, tuned
@@ -62,7 +64,9 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     candidates = tuple(_ask(cell, call, device, registry, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
     figure = tuned.nearest(tuned.figures_of(registry.directory), [c.cell.id for c in accepting], call.size)
-    chosen = min(accepting, key=lambda candidate: tuned.preference(candidate.cell, figure), default=None)
+    chosen = min(
+        accepting, key=lambda c: (c.cell.id != _preferred.get(), *tuned.preference(c.cell, figure)), default=None
+    )
     return Decision(call, device, candidates, chosen, figure)
 
 
@@ -116,6 +120,22 @@ def _one_of(values: tuple[int, ...]) -> str:
     return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, sorted(values)))}"
 
 
+_preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("preferred cell", default=None)
+
+
+@contextlib.contextmanager
+def preferring(cell: Cell) -> Iterator[None]:
+    """This cell serves every call that it accepts, whatever was measured: for whoever measures rivals of one DSL.
+
+    Operators remember calls besides: see `msa_tiles.library.remember.forget_all`.
+    """
+    before = _preferred.set(cell.id)
+    try:
+        yield
+    finally:
+        _preferred.reset(before)
+
+
 _kernels: dict[tuple, Kernel] = {}
 
 
@@ -148,7 +168,8 @@ def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = F
 
 def _key(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple:
     dims = tuple(facts.variant.items())
-    return (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size, backend, helper)
+    asked = (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size)
+    return (*asked, backend, helper, _preferred.get())
 
 
 def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:

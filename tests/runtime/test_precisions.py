@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from msa_tiles.launch import lookup
-from msa_tiles.runtime.dispatch import decide
+from msa_tiles.runtime.dispatch import decide, preferring
 from msa_tiles.runtime.facts import CallFacts, target_facts
 from msa_tiles.runtime.registry import Precision, Registry, default_registry
 from msa_tiles.spec.precisions import named
@@ -60,6 +60,9 @@ def test_cells_of_the_same_storage_are_rivals(monkeypatch: pytest.MonkeyPatch) -
         decision = decide(call, target_facts(registry.targets["sm90"]), registry, "tilelang")
         assert decision.chosen is not None and decision.chosen.cell == faster
         assert decision.figure is not None
+        with preferring(slower):
+            decision = decide(call, target_facts(registry.targets["sm90"]), registry, "tilelang")
+        assert decision.chosen is not None and decision.chosen.cell == slower, "for whoever measures"
 
 
 FIGURE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from msa_tiles.commands import tune
 from msa_tiles.paths import specs_dir
+from msa_tiles.runtime import dispatch
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.spec import load
 from msa_tiles.verify import operators
@@ -91,5 +93,25 @@ def test_the_operator_is_timed_without_what_its_check_makes_of_the_answer(
 ) -> None:
     check = object.__new__(operators.CHECKS[op])
     monkeypatch.setattr(type(check), "call", lambda self: f"{self.backend}'s answer")
-    assert tune._run(check, "cutedsl") == "cutedsl's answer"
-    assert tune._run(Recorder(None, None, False, ""), "tilelang") == "tilelang"
+    first, second = default_registry().select(op=op, target="sm90")
+    assert tune._run(check, second) == "cutedsl's answer"
+    assert tune._run(Recorder(None, None, False, ""), first) == "tilelang"
+
+
+def test_rivals_of_one_dsl_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is preferred while it runs, and no call is remembered from one to the next."""
+    forgotten: list[str] = []
+    monkeypatch.setattr("msa_tiles.library.remember.forget_all", lambda: forgotten.append("all"))
+    [cell, other] = default_registry().select(op="combine", target="sm90")
+    twin = dataclasses.replace(cell, id=f"{cell.id}.again")
+    assert tune._alone(cell, [cell, other]) and not tune._alone(cell, [cell, other, twin])
+
+    class Check:
+        backend = ""
+
+        def run(self, into_buffers: bool) -> str | None:
+            return dispatch._preferred.get()
+
+    assert [tune._run(Check(), each, alone=False) for each in (cell, twin)] == [cell.id, twin.id]
+    assert tune._run(Check(), cell) is None and dispatch._preferred.get() is None
+    assert len(forgotten) == 4
