@@ -175,10 +175,10 @@ PART_MISTAKES = {
         "has no operand 'query', but key_value",
     ),
     "no such file": (
-        "operand",
-        None,
-        None,
-        "operands.key_value of scale.tilelang.toy.bf16 is plain, which is no module of",
+        "operator",
+        "expect:",
+        "operands: {key_value: absent}\n    expect:",
+        "operands.key_value of scale.tilelang.toy.bf16 is absent, which is no module of",
     ),
     "no tensors": ("operand", "TENSORS", "ENDINGS", "does not say its TENSORS"),
     "no table": ("skeleton", "def cta(", "def block(", "`# <- cta` stands in a skeleton without a function cta"),
@@ -200,10 +200,7 @@ def test_mistakes_in_parts(name: str, toy: Toy, package: Path) -> None:
     which, old, new, sentence = PART_MISTAKES[name]
     operand = package / "dsl/tilelang/operands/plain.py"
     path = {"skeleton": toy.skeleton, "operator": toy.operator, "operand": operand}[which]
-    if old is None or new is None:
-        path.unlink()
-    else:
-        toy.edit(path, old, new)
+    toy.edit(path, old, new)
     with pytest.raises(SpecError, match=sentence):
         produce(load(toy.specs), toy.skeletons, package)
 

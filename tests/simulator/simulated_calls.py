@@ -16,12 +16,12 @@ from msa_tiles.call.indexer import Index
 from msa_tiles.call.where import Where
 from msa_tiles.launch import places
 from msa_tiles.launch.index import applied_scales, kernel_scales
-from msa_tiles.quant import FP8
+from msa_tiles.quant import FP8, dequantize
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, spread
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
 from msa_tiles.verify.operators import placed
 from msa_tiles.verify.quantised import index_scales
 
@@ -67,6 +67,21 @@ class Call:
             steps = zip(values.shape, values.stride(), strict=True)
             return values.as_strided(values.shape, [7 if size == 1 else stride for size, stride in steps])
         return spread(values) if self.strided else values
+
+    def scales(self, heads: int, block_size: int, token_scales: int) -> Tensor:
+        """Scales of keys or values: one a head, the last a thousand times the others, or one for each of its tokens.
+
+        Those of tokens lie as `place` has laid the keys; what belongs to no key is NaN.
+        """
+        if not token_scales:
+            return self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [1000.0])
+        scales = self.source.scales((self.total_k, heads))
+        if not self.pages_per_block:
+            self.poison_behind(scales)
+            return spread(scales) if self.strided else scales
+        page_size = block_size // self.pages_per_block
+        pairs = torch.stack((scales, torch.full_like(scales, math.nan)), -1)
+        return paged(self.source, pairs, self.lengths, page_size).pool[..., 0].transpose(1, 2)
 
     def spoil(self, k: Tensor, v: Tensor) -> None:
         """Put the spoilt elements into flat keys or values, where some queries of a request see them, others do not."""
@@ -126,6 +141,28 @@ class Call:
                      if parameter in function.buffer_map]  # fmt: skip
             awaited = every if op in DEPENDENT else ()
         simulate(function, *arguments, seed=self.seed, late=self.late, awaited=awaited)
+
+
+@dataclass
+class Scaled:
+    """Keys or values of a call, with their scales where they have some."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a kernel takes of them."""
+        return (self.data,) if self.scale is None else (self.data, self.scale)
+
+    def values(self) -> Tensor:
+        return dequantize(self.data, self.scale)
+
+    def unit(self, group: int) -> Tensor:
+        """What errors of each query head [Hq, 1] are counted in: the scale of its values, if all of them have one."""
+        if self.scale is None or self.scale.dim() > 1:
+            return torch.ones(1, 1)
+        return self.scale.repeat_interleave(group)[:, None]
 
 
 def name_of(cell: Cell) -> str:
@@ -492,15 +529,21 @@ def sparse_decode(
     init_blocks: int = 0,
     local_blocks: int = 1,
     ties_from: int | None = None,
+    precision: str = "bf16",
+    **scaled: int,
 ) -> None:
     """Every split, merged by the reference; with `scored_blocks` the ids are chosen from scores first.
 
     Those are random, or equal from block `ties_from` on.
     """
     q = call.tensor(call.total_q, heads * group, head_dim)
-    flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
+    stored = FP8 if scaled else torch.bfloat16
+    flat = tuple(call.tensor(call.total_k, heads, head_dim, dtype=stored) for _ in range(2))
     call.spoil(*flat)
     at, (k, v), where = call.place(block_size, *flat)
+    given = [Scaled(k), Scaled(v)]
+    if scaled:
+        given = [Scaled(part, call.scales(heads, block_size, **scaled)) for part in (k, v)]
     partial_out = torch.full((splits, *q.shape), torch.nan).bfloat16()
     partial_lse = torch.full((splits, *q.shape[:2]), torch.nan)
     if scored_blocks:
@@ -517,12 +560,13 @@ def sparse_decode(
         ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
         ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
     variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
-    variant |= {"pages_per_block": call.pages_per_block, "scored_blocks": scored_blocks}
-    arguments = (q, k, v, at.page_table, ids, *at[:3], at.q_positions, score, partial_out, partial_lse)
+    variant |= {"pages_per_block": call.pages_per_block, "scored_blocks": scored_blocks, **scaled}
+    keys = (*given[0].tensors, *given[1].tensors)
+    arguments = (q, *keys, at.page_table, ids, *at[:3], at.q_positions, score, partial_out, partial_lse)
     scalars = (head_dim**-0.5 * math.log2(math.e), at.use_seqused, at.use_positions, init_blocks, local_blocks)
     # decode_score lets this kernel begin when all but the scores is there.
     awaited = ("score",) if scored_blocks else None
-    call.run("sparse_decode", variant, *arguments, *scalars, awaited=awaited)
+    call.run("sparse_decode", variant, *arguments, *scalars, precision=precision, awaited=awaited)
     assert call.spoilt or bool(partial_out.isfinite().all()), "a share without keys is zero"
     if scored_blocks:
         chosen.check_gaps("block_indices")
@@ -530,7 +574,11 @@ def sparse_decode(
         compare.same("block_indices", ids, reference.topk_select(score, topk, num_kv_heads=heads, **options))
     out, lse = reference.combine(partial_out.float(), partial_lse)
     wanted, wanted_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), ids, block_size=block_size, **where
+        q.float(), given[0].values(), given[1].values(), ids, block_size=block_size, **where
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
-    call.agree("out", out.float(), wanted, 0.04)
+    call.agree("out", out / given[1].unit(group), wanted / given[1].unit(group), 0.04)
+
+
+def sparse_decode_q16kv8(call: Call, **arguments: int) -> None:
+    sparse_decode(call, precision="q16kv8", **arguments)  # type: ignore[arg-type]

@@ -30,10 +30,9 @@ def find_unbounded(ring, stage, thread, rows, first):
     shares = WARPGROUP // columns
     first[0] = ring.shape[1]
     for i in T.serial(ring.shape[1] // shares):
-        row = i * shares + thread // columns
-        if row < rows:
-            if unbounded(ring[stage, row, thread % columns]):
-                first[0] = T.min(first[0], row)
+        # The last row again and again, where there are no more: nothing branches, so that loads overlap.
+        row = T.min(i * shares + thread // columns, rows - 1)
+        first[0] = T.min(first[0], T.Select(unbounded(ring[stage, row, thread % columns]), row, ring.shape[1]))
 
 
 @T.macro

@@ -24,3 +24,17 @@ def load_stage(keys, page_table, row, head, shared, full, stage, block_size, hea
                     shared[stage, p * page_size : (p + 1) * page_size, half * 64 : half * 64 + 64],
                     barrier=full[stage],
                 )
+
+
+@T.macro
+def clear_rows(tiles, place, rows, barrier):
+    """Zero the rows from `rows` on of tiles[place], for a product by this warpgroup, which alone meets at the barrier.
+
+    What a query does not see may be NaN or infinite, and a weight of 0 times that would reach its sum.
+    """
+    if rows < tiles.shape[1]:
+        for j, c in T.Parallel(tiles.shape[1], tiles.shape[2]):
+            if j >= rows:
+                tiles[place, j, c] = 0
+        T.fence_proxy_async()
+        T.sync_threads(barrier, 128)

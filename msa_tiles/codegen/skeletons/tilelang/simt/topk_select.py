@@ -82,6 +82,8 @@ def topk_select(topk: int):
             valid = T.alloc_var("int32")
             block = T.alloc_var("int32")
             warp = T.alloc_var("int32")
+            # A variable: an expression is computed wherever it is used, and this one is a division.
+            head = T.alloc_var("int32")
             tx = T.get_thread_binding()
             head = T.truncmod(cta, num_kv_heads)
             tile = T.truncdiv(cta, num_kv_heads)

@@ -169,6 +169,9 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             length = T.alloc_var("int32")
             end_token = T.alloc_var("int32")
             num_blocks = T.alloc_var("int32")
+            # Variables: an expression is computed wherever it is used, and these hold a division.
+            head = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
             tx = T.get_thread_binding()
             head = T.truncmod(cta, num_kv_heads)
             slot = total_q // ROWS + num_starts - 1 - T.truncdiv(cta, num_kv_heads)

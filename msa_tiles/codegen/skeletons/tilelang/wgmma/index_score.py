@@ -218,6 +218,9 @@ def index_score(
             num_blocks = T.alloc_var("int32")
             least = T.alloc_local([1], "int32")
             most = T.alloc_local([1], "int32")
+            # Variables: an expression is computed wherever it is used, and these hold a division.
+            head = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
             tx = T.get_thread_binding()
             head = T.truncmod(cta, num_index_heads)
             slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta, num_index_heads)

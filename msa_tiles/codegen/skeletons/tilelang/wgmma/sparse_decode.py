@@ -20,14 +20,13 @@ The floor is one read of the selected keys and values; the tensor cores work on 
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.softmax import LOWEST
-from msa_tiles.dsl.tilelang.stages import load_stage
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
-ELEMENT = "bfloat16"  # <- precision.multiply
+OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 2  # <- tile.stages
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
@@ -41,7 +40,14 @@ LIST = 64
 LN_2 = 0.6931471805599453
 
 
-def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: int, scored_blocks: int):
+def sparse_decode(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    pages_per_block: int,
+    scored_blocks: int,
+    token_scales: int,  # % if "token_scales" in plan.variants
+):
     """Build the kernel for one head dim, block size, group, page size, and rows of so many scores (0: ids are given).
 
     q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
@@ -63,14 +69,21 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
     q_token, q_head = strides("q_token, q_head")
     part_split, part_token, part_head = strides("part_split, part_token, part_head")
     plse_split, plse_token, plse_head = strides("plse_split, plse_token, plse_head")
-    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
-    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
+    keys, values = (
+        key_value.Operand(
+            name, head_dim, block_size, pages_per_block,
+            token_scales=token_scales,  # % if "token_scales" in plan.variants
+        )
+        for name in "kv"
+    )  # fmt: skip
 
     @T.prim_func
     def main(
-        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
-        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), keys.element),
+        k: keys.tensor(num_kv_heads),
+        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v: values.tensor(num_kv_heads),
+        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         block_indices: T.StridedTensor((num_kv_heads, total_q, topk), (ids_head, ids_token, ids_slot), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
@@ -79,7 +92,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
         q_positions: T.Tensor((num_positions,), "int32"),
         score: T.StridedTensor((num_index_heads, total_q, width), (score_head, score_token, 1), "float32"),
         partial_out: T.StridedTensor(
-            (splits, total_q, num_q_heads, head_dim), (part_split, part_token, part_head, 1), ELEMENT
+            (splits, total_q, num_q_heads, head_dim), (part_split, part_token, part_head, 1), OUTPUT
         ),
         partial_lse: T.StridedTensor((splits, total_q, num_q_heads), (plse_split, plse_token, plse_head), "float32"),
         scale_log2: T.float32,
@@ -89,9 +102,15 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
         local_blocks: T.int32,
     ):
         with T.Kernel(total_q, num_kv_heads, splits, threads=THREADS) as (token, head, split):
-            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
-            V_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            Q_shared = T.alloc_shared([ROWS, head_dim], keys.element)
+            K_shared = key_value.allocate(keys, STAGES)
+            V_shared = key_value.allocate(values, STAGES)
+            stored_k = key_value.Stored(
+                k,  # <- tensors of operands.key_value
+            )
+            stored_v = key_value.Stored(
+                v,  # <- tensors of operands.key_value
+            )
             q_full = T.alloc_barrier(arrive_count=128)
             k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
             v_full = T.alloc_barrier(arrive_count=[128] * STAGES)
@@ -133,16 +152,16 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                 T.pdl_sync()
                 T.pdl_trigger()
                 read = T.alloc_local([per_thread], "float32")
-                keys = T.alloc_local([per_thread], "uint32")
+                ranks = T.alloc_local([per_thread], "uint32")
                 valid = T.alloc_var("int32")
                 valid = T.min(T.truncdiv(T.max(limit + 1, 0) + block_size - 1, block_size), width)
                 wanted = T.min(topk, valid)
                 load_keys(
                     score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, THREADS, per_thread, valid,
-                    init_blocks, local_blocks, read, keys,
+                    init_blocks, local_blocks, read, ranks,
                 )  # fmt: skip
                 list_best(
-                    tx, THREADS, per_thread, keys, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
+                    tx, THREADS, per_thread, ranks, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
                 )
                 if split == 0:
                     write_row(tx, topk, wanted, 0, listed_ids, listed_keys, block_indices, head, token)
@@ -168,15 +187,15 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                         block = block_indices[head, token, first_slot + i]
                     if block >= 0 and block <= limit // block_size:
                         T.barrier_wait(k_free[stage], phase ^ 1)
-                        load_stage(
-                            k, page_table, key_row + block * block_size, head, K_shared, k_full, stage, block_size,
-                            head_dim, pages_per_block,
+                        key_value.load(
+                            keys, stored_k, page_table, key_row + block * block_size, head, K_shared, k_full, stage,
+                            limit + 1 - block * block_size, tx - 128,
                         )  # fmt: skip
                         T.barrier_arrive(k_full[stage])
                         T.barrier_wait(v_free[stage], phase ^ 1)
-                        load_stage(
-                            v, page_table, key_row + block * block_size, head, V_shared, v_full, stage, block_size,
-                            head_dim, pages_per_block,
+                        key_value.load(
+                            values, stored_v, page_table, key_row + block * block_size, head, V_shared, v_full, stage,
+                            limit + 1 - block * block_size, tx - 128,
                         )  # fmt: skip
                         T.barrier_arrive(v_full[stage])
                         stage = stage + 1
@@ -185,7 +204,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                             phase = phase ^ 1
             else:
                 S = T.alloc_fragment([ROWS, block_size], "float32")
-                P = T.alloc_fragment([ROWS, block_size], ELEMENT)
+                P = T.alloc_fragment([ROWS, block_size], values.element)
                 O = T.alloc_fragment([ROWS, head_dim], "float32")
                 row_max = T.alloc_fragment([ROWS], "float32")
                 before = T.alloc_fragment([ROWS], "float32")
@@ -195,6 +214,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                 T.fill(O, 0.0)
                 T.fill(row_sum, 0.0)
                 T.fill(row_max, LOWEST)
+                factor = keys.fold(scale_log2, stored_k, head)
                 T.barrier_wait(q_full, 0)
                 for i in T.serial(last_slot - first_slot):
                     block = -1
@@ -204,10 +224,17 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                     else:
                         block = block_indices[head, token, first_slot + i]
                     if block >= 0 and block <= limit // block_size:
-                        T.barrier_wait(k_full[stage], phase)
-                        T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
+                        # Of the block's rows, which may be more than all.
+                        seen = limit + 1 - block * block_size
+                        key_value.take(keys, K_shared, k_full, k_free, stage, phase, block_size)
+                        T.wgmma_gemm(
+                            Q_shared, K_shared.tiles[keys.place(stage), :, :], S, transpose_B=True, clear_accum=True
+                        )
+                        if key_value.AHEAD:
+                            key_value.take(values, V_shared, v_full, v_free, stage, phase, seen)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(k_free[stage])
+                        key_value.release(k_free, stage)
+                        key_value.weigh(keys, K_shared, S, ROWS)
                         if (block + 1) * block_size > limit + 1:
                             for r, j in T.Parallel(ROWS, block_size):
                                 S[r, j] = T.if_then_else(
@@ -216,33 +243,28 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                         T.copy(row_max, before)
                         T.reduce_max(S, row_max, dim=1, clear=False)
                         for r in T.Parallel(ROWS):
-                            scale[r] = T.exp2((before[r] - row_max[r]) * scale_log2)
+                            scale[r] = T.exp2((before[r] - row_max[r]) * factor)
                         for r, j in T.Parallel(ROWS, block_size):
-                            S[r, j] = T.exp2(S[r, j] * scale_log2 - row_max[r] * scale_log2)
+                            S[r, j] = T.exp2(S[r, j] * factor - row_max[r] * factor)
                         T.reduce_sum(S, block_sum, dim=1)
                         for r in T.Parallel(ROWS):
                             row_sum[r] = row_sum[r] * scale[r] + block_sum[r]
+                        key_value.weigh(values, V_shared, S, ROWS)
                         T.copy(S, P)
                         for r, c in T.Parallel(ROWS, head_dim):
                             O[r, c] = O[r, c] * scale[r]
-                        T.barrier_wait(v_full[stage], phase)
-                        if (block + 1) * block_size > limit + 1:
-                            # What the query does not see may be NaN or infinite, and 0 times that would reach O.
-                            for j, c in T.Parallel(block_size, head_dim):
-                                if block * block_size + j > limit:
-                                    V_shared[stage, j, c] = 0
-                            T.fence_proxy_async()
-                            T.sync_threads(8, 128)
-                        T.wgmma_gemm(P, V_shared[stage, :, :], O, clear_accum=False)
+                        if not key_value.AHEAD:
+                            key_value.take(values, V_shared, v_full, v_free, stage, phase, seen)
+                        T.wgmma_gemm(P, V_shared.tiles[values.place(stage), :, :], O, clear_accum=False)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(v_free[stage])
+                        key_value.release(v_free, stage)
                         stage = stage + 1
                         if stage == STAGES:
                             stage = 0
                             phase = phase ^ 1
                 # Not `row_sum > 0`: a NaN has to come through.
                 for r in T.Parallel(ROWS):
-                    scale[r] = T.if_then_else(row_sum[r] != 0.0, 1.0 / row_sum[r], 0.0)
+                    scale[r] = values.fold(T.if_then_else(row_sum[r] != 0.0, 1.0 / row_sum[r], 0.0), stored_v, head)
                 for r, c in T.Parallel(ROWS, head_dim):
                     if r < group:
                         partial_out[split, token, head * group + r, c] = O[r, c] * scale[r]
@@ -250,7 +272,7 @@ def sparse_decode(head_dim: int, block_size: int, group: int, pages_per_block: i
                     if r < group:
                         partial_lse[split, token, head * group + r] = T.if_then_else(
                             row_sum[r] != 0.0,
-                            (row_max[r] * scale_log2 + T.log2(row_sum[r])) * LN_2,
+                            (row_max[r] * factor + T.log2(row_sum[r])) * LN_2,
                             -T.infinity("float32"),
                         )
 

@@ -1,0 +1,151 @@
+"""Keys or values of e4m3 with float32 scales, decoded to 16 bits in shared memory by the warps that multiply them.
+
+A scale belongs to a head (to the tensor, with a stride of 0) or, with token_scales, to each token of a head. Queries
+are bfloat16, so keys become it, too, by way of float32, which costs two instructions a value and keeps NaN; values
+become float16, for which one instruction does two. With token_scales values become bfloat16 as well: a weight times
+the scale of a token is no number for float16.
+
+There is one tile, and the stage goes back once it is decoded.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.stages import clear_rows
+
+TENSORS = ("", "_scale")
+AHEAD = True
+STORED = "float8_e4m3fn"
+
+
+class Stored(NamedTuple):
+    """Keys or values in global memory, and their scales."""
+
+    values: Any
+    scales: Any
+
+
+class Held(NamedTuple):
+    """In shared memory: the ring as it is stored, the decoded tile [1, block_size, head_dim]; with token_scales the
+    ring of scales and those of the tile, [1, block_size], else None.
+    """
+
+    raw: Any
+    tiles: Any
+    scale_ring: Any
+    scales: Any
+
+
+class Operand:
+    """See msa_tiles.dsl.tilelang.operands."""
+
+    def __init__(self, name, head_dim, block_size, pages_per_block, token_scales):
+        self.name = name
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.pages_per_block = pages_per_block
+        self.token_scales = token_scales
+        self.element = "bfloat16" if name == "k" or token_scales else "float16"
+
+    def tensor(self, heads):
+        """[total_k, heads, head_dim], or [pages, heads, page, head_dim] with pages_per_block > 0."""
+        return T.StridedTensor(
+            *block_keys(heads, self.head_dim, self.block_size, self.pages_per_block, self.name), STORED
+        )
+
+    def scale(self, heads):
+        """[heads], or with token_scales the shape of the values without head_dim. Any strides."""
+        rows, pages = T.dynamic(f"num_{self.name}_scale_rows, num_{self.name}_scale_pages")
+        page_stride, row_stride, head_stride = strides(
+            f"{self.name}_scale_page, {self.name}_scale_row, {self.name}_scale_head"
+        )
+        if not self.token_scales:
+            return T.StridedTensor((heads,), (head_stride,), "float32")
+        if self.pages_per_block == 0:
+            return T.StridedTensor((rows, heads), (row_stride, head_stride), "float32")
+        shape = (pages, heads, self.block_size // self.pages_per_block)
+        return T.StridedTensor(shape, (page_stride, head_stride, row_stride), "float32")
+
+    def place(self, stage):
+        return 0
+
+    def fold(self, value, stored, head):
+        return value if self.token_scales else value * stored.scales[head]
+
+
+def allocate(operand, stages):
+    shape = [operand.block_size, operand.head_dim]
+    raw, tiles = T.alloc_shared([stages, *shape], STORED), T.alloc_shared([1, *shape], operand.element)
+    if not operand.token_scales:
+        return Held(raw, tiles, None, None)
+    ring, scales = (T.alloc_shared([depth, operand.block_size], "float32", scope="shared") for depth in (stages, 1))
+    return Held(raw, tiles, ring, scales)
+
+
+@T.macro
+def load(operand, stored, page_table, row, head, held, full, stage, rows, thread):
+    """A row is one box of at most 128 bytes. The scales of rows from `rows` on are not looked at, and count as 0."""
+    block_size = operand.block_size
+    pages = operand.pages_per_block
+    page_size = block_size // max(pages, 1)
+    values = described(stored.values)
+    if pages == 0:
+        T.tma_copy(values[row : row + block_size, head, :], held.raw[stage, :, :], barrier=full[stage])
+    else:
+        span = page_table.shape[1] * block_size
+        for p in T.unroll(pages):
+            page = page_table[row // span, T.min(row % span // page_size + p, page_table.shape[1] - 1)]
+            T.tma_copy(
+                values[page, head, 0:page_size, :],
+                held.raw[stage, p * page_size : (p + 1) * page_size, :],
+                barrier=full[stage],
+            )
+    if operand.token_scales:
+        # Where a block has fewer rows than the warpgroup threads, several do the same.
+        place = thread % block_size
+        scale = T.alloc_var("float32")
+        scale = 0.0
+        if place < rows:
+            if pages == 0:
+                scale = stored.scales[row + place, head]
+            else:
+                span = page_table.shape[1] * block_size
+                page = page_table[row // span, row % span // page_size + place // page_size]
+                scale = stored.scales[page, head, place % page_size]
+        held.scale_ring[stage, place] = scale
+
+
+@T.macro
+def take(operand, held, full, free, stage, phase, rows):
+    T.barrier_wait(full[stage], phase)
+    if operand.name == "k":
+        # Every warp is done with the tiles of the block before.
+        T.sync_threads(8, 128)
+    for j, c in T.Parallel(operand.block_size, operand.head_dim):
+        if operand.element == "float16":
+            held.tiles[0, j, c] = T.cast(held.raw[stage, j, c], "float16")
+        else:
+            held.tiles[0, j, c] = T.cast(T.cast(held.raw[stage, j, c], "float32"), "bfloat16")
+    if operand.token_scales:
+        for j in T.Parallel(operand.block_size):
+            held.scales[0, j] = held.scale_ring[stage, j]
+    T.barrier_arrive(free[stage])
+    T.fence_proxy_async()
+    T.sync_threads(8, 128)
+    clear_rows(held.tiles, 0, rows, 8)
+
+
+@T.macro
+def release(free, stage):
+    """The stage went back when it was decoded."""
+    pass
+
+
+@T.macro
+def weigh(operand, held, S, rows):
+    if operand.token_scales:
+        for i, j in T.Parallel(rows, operand.block_size):
+            S[i, j] = S[i, j] * held.scales[0, j]

@@ -1,0 +1,74 @@
+"""Keys or values of bfloat16 without scales: TMA lays them down where the product reads them."""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.stages import clear_rows, load_stage
+
+TENSORS = ("",)
+AHEAD = False
+
+
+class Stored(NamedTuple):
+    """Keys or values in global memory."""
+
+    values: Any
+
+
+class Held(NamedTuple):
+    """A ring in shared memory, [stages, block_size, head_dim]."""
+
+    tiles: Any
+
+
+class Operand:
+    """See msa_tiles.dsl.tilelang.operands."""
+
+    element = "bfloat16"
+
+    def __init__(self, name, head_dim, block_size, pages_per_block):
+        self.name = name
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.pages_per_block = pages_per_block
+
+    def tensor(self, heads):
+        """[total_k, heads, head_dim], or [pages, heads, page, head_dim] with pages_per_block > 0."""
+        layout = block_keys(heads, self.head_dim, self.block_size, self.pages_per_block, self.name)
+        return T.StridedTensor(*layout, self.element)
+
+    def place(self, stage):
+        return stage
+
+    def fold(self, value, stored, head):
+        return value
+
+
+def allocate(operand, stages):
+    return Held(T.alloc_shared([stages, operand.block_size, operand.head_dim], operand.element))
+
+
+@T.macro
+def load(operand, stored, page_table, row, head, held, full, stage, rows, thread):
+    load_stage(
+        stored.values, page_table, row, head, held.tiles, full, stage, operand.block_size, operand.head_dim,
+        operand.pages_per_block,
+    )  # fmt: skip
+
+
+@T.macro
+def take(operand, held, full, free, stage, phase, rows):
+    T.barrier_wait(full[stage], phase)
+    clear_rows(held.tiles, stage, rows, 8)
+
+
+@T.macro
+def release(free, stage):
+    T.barrier_arrive(free[stage])
+
+
+@T.macro
+def weigh(operand, held, S, rows):
+    pass
