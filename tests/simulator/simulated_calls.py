@@ -36,6 +36,28 @@ DEPENDENT = ("combine", "decode_score", "decode_topk", "sparse_decode")
 
 
 @dataclass
+class Scaled:
+    """Keys or values of a call, with their scales where they have some."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a kernel takes of them."""
+        return (self.data,) if self.scale is None else (self.data, self.scale)
+
+    def values(self) -> Tensor:
+        return dequantize(self.data, self.scale)
+
+    def unit(self, group: int) -> Tensor:
+        """What errors of each query head [Hq, 1] are counted in: the scale of its values, if all of them have one."""
+        if self.scale is None or self.scale.dim() > 1:
+            return torch.ones(1, 1)
+        return self.scale.repeat_interleave(group)[:, None]
+
+
+@dataclass
 class Call:
     """What a test varies. `sequences` are (queries, keys) of the packed requests."""
 
@@ -67,6 +89,17 @@ class Call:
             steps = zip(values.shape, values.stride(), strict=True)
             return values.as_strided(values.shape, [7 if size == 1 else stride for size, stride in steps])
         return spread(values) if self.strided else values
+
+    def keys_and_values(
+        self, heads: int, head_dim: int, block_size: int, **scaled: int
+    ) -> tuple[places.Place, tuple[Scaled, Scaled], dict[str, Any]]:
+        """`place` of keys and values, of e4m3 if they are `scaled`."""
+        dtype = FP8 if scaled else torch.bfloat16
+        k, v = (self.tensor(self.total_k, heads, head_dim, dtype=dtype) for _ in range(2))
+        self.spoil(k, v)
+        at, stored, where = self.place(block_size, k, v)
+        keys, values = (Scaled(part, self.scales(heads, block_size, **scaled) if scaled else None) for part in stored)
+        return at, (keys, values), where
 
     def scales(self, heads: int, block_size: int, token_scales: int) -> Tensor:
         """Scales of keys or values: one a head, the last a thousand times the others, or one for each of its tokens.
@@ -141,28 +174,6 @@ class Call:
                      if parameter in function.buffer_map]  # fmt: skip
             awaited = every if op in DEPENDENT else ()
         simulate(function, *arguments, seed=self.seed, late=self.late, awaited=awaited)
-
-
-@dataclass
-class Scaled:
-    """Keys or values of a call, with their scales where they have some."""
-
-    data: Tensor
-    scale: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What a kernel takes of them."""
-        return (self.data,) if self.scale is None else (self.data, self.scale)
-
-    def values(self) -> Tensor:
-        return dequantize(self.data, self.scale)
-
-    def unit(self, group: int) -> Tensor:
-        """What errors of each query head [Hq, 1] are counted in: the scale of its values, if all of them have one."""
-        if self.scale is None or self.scale.dim() > 1:
-            return torch.ones(1, 1)
-        return self.scale.repeat_interleave(group)[:, None]
 
 
 def name_of(cell: Cell) -> str:
@@ -448,12 +459,12 @@ def sparse_attention(
     ctas: int = 2,
     sticky: bool = False,
     attend: Attend | None = None,
+    precision: str = "bf16",
+    **scaled: int,
 ) -> None:
     """Schedule, attention and merge of all windows; `attend` stands in for the attention kernel."""
     q = call.tensor(call.total_q, heads * group, head_dim)
-    flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
-    call.spoil(*flat)
-    at, (k, v), where = call.place(block_size, *flat)
+    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
@@ -461,17 +472,17 @@ def sparse_attention(
     made = make_schedule(call, at, ids, block_size, window)
     claims = torch.zeros(len(made.edges), dtype=torch.int32)
     scale = head_dim**-0.5
-    variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
+    variant = {"head_dim": head_dim, "block_size": block_size, "group": group, **scaled}
     variant["pages_per_block"] = call.pages_per_block
     for index in range(len(made.edges)):
         partial_out = torch.full((window, topk, heads * group, head_dim), torch.nan).bfloat16()
         partial_lse = torch.full((window, topk, heads * group), -torch.inf)
         arguments = (
-            q, k, v, at.page_table, made.edges, made.tasks, made.counts, claims, partial_out, partial_lse,
-            scale * math.log2(math.e), index, ctas,
+            q, *k.tensors, *v.tensors, at.page_table, made.edges, made.tasks, made.counts, claims, partial_out,
+            partial_lse, scale * math.log2(math.e), index, ctas,
         )  # fmt: skip
         if attend is None:
-            call.run("sparse_attention", variant, *arguments)
+            call.run("sparse_attention", variant, *arguments, precision=precision)
         else:
             attend(*arguments)
         rows = slice(index * window, min((index + 1) * window, call.total_q))
@@ -479,10 +490,14 @@ def sparse_attention(
         splits = partial_out.transpose(0, 1)[:, :count], partial_lse.transpose(0, 1)[:, :count]
         out[rows], lse[rows] = reference.combine(*splits)
     wanted, wanted_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), ids, block_size=block_size, **where
+        q.float(), k.values(), v.values(), ids, block_size=block_size, **where
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
-    call.agree("out", out.float(), wanted, 0.04)
+    call.agree("out", out / v.unit(group), wanted / v.unit(group), 0.04)
+
+
+def sparse_attention_q16kv8(call: Call, **arguments: int) -> None:
+    sparse_attention(call, precision="q16kv8", **arguments)  # type: ignore[arg-type]
 
 
 def decode_score(
@@ -537,13 +552,7 @@ def sparse_decode(
     Those are random, or equal from block `ties_from` on.
     """
     q = call.tensor(call.total_q, heads * group, head_dim)
-    stored = FP8 if scaled else torch.bfloat16
-    flat = tuple(call.tensor(call.total_k, heads, head_dim, dtype=stored) for _ in range(2))
-    call.spoil(*flat)
-    at, (k, v), where = call.place(block_size, *flat)
-    given = [Scaled(k), Scaled(v)]
-    if scaled:
-        given = [Scaled(part, call.scales(heads, block_size, **scaled)) for part in (k, v)]
+    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
     partial_out = torch.full((splits, *q.shape), torch.nan).bfloat16()
     partial_lse = torch.full((splits, *q.shape[:2]), torch.nan)
     if scored_blocks:
@@ -561,8 +570,18 @@ def sparse_decode(
         ids = spread(ids, TOKEN_MAJOR) if call.strided else ids
     variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
     variant |= {"pages_per_block": call.pages_per_block, "scored_blocks": scored_blocks, **scaled}
-    keys = (*given[0].tensors, *given[1].tensors)
-    arguments = (q, *keys, at.page_table, ids, *at[:3], at.q_positions, score, partial_out, partial_lse)
+    arguments = (
+        q,
+        *k.tensors,
+        *v.tensors,
+        at.page_table,
+        ids,
+        *at[:3],
+        at.q_positions,
+        score,
+        partial_out,
+        partial_lse,
+    )
     scalars = (head_dim**-0.5 * math.log2(math.e), at.use_seqused, at.use_positions, init_blocks, local_blocks)
     # decode_score lets this kernel begin when all but the scores is there.
     awaited = ("score",) if scored_blocks else None
@@ -574,10 +593,10 @@ def sparse_decode(
         compare.same("block_indices", ids, reference.topk_select(score, topk, num_kv_heads=heads, **options))
     out, lse = reference.combine(partial_out.float(), partial_lse)
     wanted, wanted_lse = reference.sparse_attention(
-        q.float(), given[0].values(), given[1].values(), ids, block_size=block_size, **where
+        q.float(), k.values(), v.values(), ids, block_size=block_size, **where
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
-    call.agree("out", out / given[1].unit(group), wanted / given[1].unit(group), 0.04)
+    call.agree("out", out / v.unit(group), wanted / v.unit(group), 0.04)
 
 
 def sparse_decode_q16kv8(call: Call, **arguments: int) -> None:

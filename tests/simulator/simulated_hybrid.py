@@ -82,12 +82,12 @@ def shared_attention(
     sticky: bool = False,
     close: bool = False,
     scale: float | None = None,
+    precision: str = "bf16",
+    **scaled: int,
 ) -> None:
     """Split, schedule, attention of the rest and merge of all windows."""
     q = call.tensor(call.total_q, heads * group, head_dim)
-    flat = call.tensor(call.total_k, heads, head_dim), call.tensor(call.total_k, heads, head_dim)
-    call.spoil(*flat)
-    at, (k, v), where = call.place(block_size, *flat)
+    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
     ids = selection(call, heads, topk, block_size, sticky, close)
     out = call.output(q.shape, torch.bfloat16)
     lse = torch.full(q.shape[:2], torch.nan)
@@ -98,24 +98,28 @@ def shared_attention(
     made = simulated_calls.make_schedule(call, at, rest, block_size, window)
     claims = torch.zeros(len(made.edges), dtype=torch.int32)
     scale = head_dim**-0.5 if scale is None else scale
-    variant = {"head_dim": head_dim, "block_size": block_size, "group": group}
+    variant = {"head_dim": head_dim, "block_size": block_size, "group": group, **scaled}
     variant["pages_per_block"] = call.pages_per_block
     for index in range(len(made.edges)):
         partial_out = torch.full((window, topk, heads * group, head_dim), torch.nan).bfloat16()
         partial_lse = torch.full((window, topk, heads * group), torch.nan)
         common = (scale * math.log2(math.e), index, ctas)
-        keys = (q, k, v, at.page_table)
+        keys = (q, *k.tensors, *v.tensors, at.page_table)
         call.run(
             "sparse_attention", variant, *keys, made.edges, made.tasks, made.counts, claims, partial_out, partial_lse,
-            *common,
+            *common, precision=precision,
         )  # fmt: skip
         call.run(
             "shared_attention", variant, *keys, shared, shared_counts, rest_counts, last_rows, partial_out, partial_lse,
-            out.view, lse, *common, awaited=AWAITED,
+            out.view, lse, *common, precision=precision, awaited=AWAITED,
         )  # fmt: skip
     out.check_gaps("out")
     wanted, wanted_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=scale, **where
+        q.float(), k.values(), v.values(), ids, block_size=block_size, softmax_scale=scale, **where
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
-    call.agree("out", out.view.float(), wanted, 0.04)
+    call.agree("out", out.view / v.unit(group), wanted / v.unit(group), 0.04)
+
+
+def shared_attention_q16kv8(call: Call, **arguments: int) -> None:
+    shared_attention(call, precision="q16kv8", **arguments)  # type: ignore[arg-type]

@@ -660,7 +660,16 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         ("sparse_decode_q16kv8", {"sequences": [(8, 130)]}, {"head_dim": 64, "block_size": 64, "token_scales": 1}),
         ("sparse_decode_q16kv8", {"sequences": [(5, 130)]}, {"head_dim": 64, "block_size": 128, "token_scales": 0}),
     ],
-    ids=["prefill", "prefill-wide", "shared", "shared-wide", "decode", "decode-wide", "decode-tokens", "decode-heads"],
+    ids=[
+        "prefill",
+        "prefill-wide",
+        "shared",
+        "shared-wide",
+        "decode",
+        "decode-wide",
+        "decode-tokens",
+        "decode-heads",
+    ],
 )
 def test_what_is_not_finite_reaches_who_sees_it(
     op: str, call: dict[str, Any], sizes: dict[str, Any], which: str, value: float

@@ -4,23 +4,25 @@ A probability of 0 times such a value is NaN: the product would bring it to quer
 taken out of the tile before, and the rows that do see it are marked afterwards: what they get in its column is NaN,
 whatever sign an infinity had.
 
-Each thread of a warpgroup has a column of a tile of bfloat16; where there are fewer columns than threads, the threads
+Each thread of a warpgroup has a column of a tile of 16 bits; where there are fewer columns than threads, the threads
 of a column take its rows in turn. Tiles are stages of a ring [stages, rows, columns] in shared memory.
 """
 
 import tilelang.language as T
 
 WARPGROUP = 128
-NAN_BITS = 0x7FC0
+EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def unbounded(value):
-    """Whether a bfloat16 is infinite or NaN, by its bits: fast arithmetic need not tell."""
-    return (T.reinterpret(value, "uint16") & T.uint16(0x7F80)) == T.uint16(0x7F80)
+    """Whether a number of 16 bits is infinite or NaN, by its bits: fast arithmetic need not tell."""
+    exponent = T.uint16(EXPONENTS[str(value.dtype)])
+    return (T.reinterpret(value, "uint16") & exponent) == exponent
 
 
 def nan():
-    return T.reinterpret(T.uint16(NAN_BITS), "bfloat16")
+    """The NaN of bfloat16."""
+    return T.reinterpret(T.uint16(0x7FC0), "bfloat16")
 
 
 @T.macro

@@ -9,15 +9,13 @@ TINY = 1.0e-30
 
 
 @T.macro
-def block_softmax(S, P, row_max, row_sum, scale_log2, rows, columns):
-    """Turn scores into unnormalised probabilities: P = exp2((S - row_max) * scale_log2), row_sum = sum of P.
+def block_softmax(S, row_max, row_sum, scale_log2, rows, columns):
+    """Scores become unnormalised probabilities: S = exp2((S - row_max) * scale_log2), and row_sum their sum.
 
-    S is overwritten; P receives the rounded probabilities, row_sum is taken before rounding. A row whose scores are all
-    -inf gets probabilities of 0, and one with a score of NaN or inf gets NaN. scale_log2 must be positive, so that the
-    largest score has the largest probability.
+    A row whose scores are all -inf gets probabilities of 0, and one with a score of NaN or inf gets NaN. scale_log2
+    must be positive, so that the largest score has the largest probability.
     """
     T.reduce_max(S, row_max, dim=1, clear=True)
     for i, j in T.Parallel(rows, columns):
         S[i, j] = T.exp2(S[i, j] * scale_log2 - T.max(row_max[i], LOWEST) * scale_log2)
     T.reduce_sum(S, row_sum, dim=1)
-    T.copy(S, P)

@@ -6,6 +6,15 @@ from msa_tiles.dsl.tilelang.layout import described
 
 
 @T.macro
+def advance(at, depth):
+    """at [2] holds a stage of a ring and its phase, which turns with every round."""
+    at[0] = at[0] + 1
+    if at[0] == depth:
+        at[0] = 0
+        at[1] = at[1] ^ 1
+
+
+@T.macro
 def load_stage(keys, page_table, row, head, shared, full, stage, block_size, head_dim, pages_per_block):
     """keys [total_k, heads, dim], or [pages, heads, page, dim] with pages_per_block > 0 -> shared[stage].
 

@@ -6,21 +6,22 @@ A module here is one format. A skeleton imports it by a marked line and knows it
 
 Plain Python:
   TENSORS       what a call passes for it, as endings of its name: ("",), or ("", "_scale") for k, k_scale
-  AHEAD         whether `take` has work that may be done while another product runs
+  STARTS        whether a block has a way to go before its tile is free: then `start` begins it, in a ring of its own
   Stored        what a kernel holds of those tensors
   Operand(name, head_dim, block_size, pages_per_block, **scales)   keys ("k") or values ("v"); `scales` are the
                 compile-time dims that only formats with scales have (token_scales)
     element     of the tile, and so of the other side of the product: queries, weights
     tensor(heads), scale(heads)   the parameters of the kernel
-    place(stage)                  where the tile of a stage is: an index of `tiles`
+    places(stages)                how many tiles there are, where a ring has so many stages
     fold(value, stored, head)     times the scale that all rows of a head share
+  allocate(operand, stages) -> Held   shared memory; `tiles` is [places, block_size, head_dim]
 
 Macros, whose first argument is an operand:
-  allocate(operand, stages) -> Held   shared memory: the ring that TMA fills, tiles, scales of tokens
-  load(…)       the producer warpgroup: start a block's way into a stage, and its scales; it arrives afterwards
-  take(…)       the consumer warpgroup: wait for a stage, make its tile; rows from `rows` on become zeros
-  release(…)    the consumer warpgroup, behind the product: hand the stage back
-  weigh(…)      multiply column j of a tile of registers by the scale of row j of the block
+  start(…, stage, rows, thread)          the producer warpgroup: a block into a stage of the ring of those that start
+  fill(…, full, place, stage, phase, …)  the producer warpgroup: lay down the tile, of the block in that stage and phase
+                                         of the ring if it was started; it arrives at full[place] afterwards
+  weigh(…)                               the readers: multiply column j of registers by the scale of row j of the tile
 
-Rows that nobody may see hold anything, NaN included: `take` makes zeros of them, and their scales count as 0.
+Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on count as 0,
+and a weight of 0 stays 0, whatever the scale.
 """

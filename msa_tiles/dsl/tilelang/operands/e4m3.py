@@ -1,11 +1,12 @@
-"""Keys or values of e4m3 with float32 scales, decoded to 16 bits in shared memory by the warps that multiply them.
+"""Keys or values of e4m3 with float32 scales, decoded to 16 bits by the producer.
 
 A scale belongs to a head (to the tensor, with a stride of 0) or, with token_scales, to each token of a head. Queries
 are bfloat16, so keys become it, too, by way of float32, which costs two instructions a value and keeps NaN; values
 become float16, for which one instruction does two. With token_scales values become bfloat16 as well: a weight times
 the scale of a token is no number for float16.
 
-There is one tile, and the stage goes back once it is decoded.
+There is one tile. The producer warpgroup, which has little else to do, decodes the next block while the readers are at
+the other operand's product, and the bytes of the blocks behind it are on their way in a ring.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +15,9 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
-from msa_tiles.dsl.tilelang.stages import clear_rows
 
 TENSORS = ("", "_scale")
-AHEAD = True
+STARTS = True
 STORED = "float8_e4m3fn"
 
 
@@ -29,14 +29,16 @@ class Stored(NamedTuple):
 
 
 class Held(NamedTuple):
-    """In shared memory: the ring as it is stored, the decoded tile [1, block_size, head_dim]; with token_scales the
-    ring of scales and those of the tile, [1, block_size], else None.
+    """In shared memory: the ring as it is stored, its barriers, and the decoded tile [1, block_size, head_dim]; with
+    token_scales the scales of the tile, [1, block_size], and those on their way, which each thread keeps itself where
+    the ring has one stage.
     """
 
     raw: Any
+    landed: Any
     tiles: Any
-    scale_ring: Any
     scales: Any
+    coming: Any
 
 
 class Operand:
@@ -69,8 +71,8 @@ class Operand:
         shape = (pages, heads, self.block_size // self.pages_per_block)
         return T.StridedTensor(shape, (page_stride, head_stride, row_stride), "float32")
 
-    def place(self, stage):
-        return 0
+    def places(self, stages):
+        return 1
 
     def fold(self, value, stored, head):
         return value if self.token_scales else value * stored.scales[head]
@@ -78,22 +80,31 @@ class Operand:
 
 def allocate(operand, stages):
     shape = [operand.block_size, operand.head_dim]
-    raw, tiles = T.alloc_shared([stages, *shape], STORED), T.alloc_shared([1, *shape], operand.element)
-    if not operand.token_scales:
-        return Held(raw, tiles, None, None)
-    ring, scales = (T.alloc_shared([depth, operand.block_size], "float32", scope="shared") for depth in (stages, 1))
-    return Held(raw, tiles, ring, scales)
+    raw = T.alloc_shared([stages, *shape], STORED)
+    landed = T.alloc_barrier(arrive_count=[128] * stages)
+    tiles = T.alloc_shared([1, *shape], operand.element)
+    scales = coming = None
+    if operand.token_scales:
+        scales = T.alloc_shared([1, operand.block_size], "float32", scope="shared")
+        if stages == 1:
+            coming = T.alloc_local([1], "float32")
+        else:
+            coming = T.alloc_shared([stages, operand.block_size], "float32", scope="shared")
+    return Held(raw, landed, tiles, scales, coming)
 
 
 @T.macro
-def load(operand, stored, page_table, row, head, held, full, stage, rows, thread):
-    """A row is one box of at most 128 bytes. The scales of rows from `rows` on are not looked at, and count as 0."""
+def start(operand, stored, page_table, row, head, held, stage, rows, thread):
+    """A row is one box of at most 128 bytes. The scales of rows from `rows` on are not looked at.
+
+    All threads have left the block that was in the stage before.
+    """
     block_size = operand.block_size
     pages = operand.pages_per_block
     page_size = block_size // max(pages, 1)
     values = described(stored.values)
     if pages == 0:
-        T.tma_copy(values[row : row + block_size, head, :], held.raw[stage, :, :], barrier=full[stage])
+        T.tma_copy(values[row : row + block_size, head, :], held.raw[stage, :, :], barrier=held.landed[stage])
     else:
         span = page_table.shape[1] * block_size
         for p in T.unroll(pages):
@@ -101,51 +112,49 @@ def load(operand, stored, page_table, row, head, held, full, stage, rows, thread
             T.tma_copy(
                 values[page, head, 0:page_size, :],
                 held.raw[stage, p * page_size : (p + 1) * page_size, :],
-                barrier=full[stage],
+                barrier=held.landed[stage],
             )
     if operand.token_scales:
         # Where a block has fewer rows than the warpgroup threads, several do the same.
-        place = thread % block_size
+        own = thread % block_size
         scale = T.alloc_var("float32")
         scale = 0.0
-        if place < rows:
+        if own < rows:
             if pages == 0:
-                scale = stored.scales[row + place, head]
+                scale = stored.scales[row + own, head]
             else:
                 span = page_table.shape[1] * block_size
-                page = page_table[row // span, row % span // page_size + place // page_size]
-                scale = stored.scales[page, head, place % page_size]
-        held.scale_ring[stage, place] = scale
+                page = page_table[row // span, row % span // page_size + own // page_size]
+                scale = stored.scales[page, head, own % page_size]
+        if len(held.coming.shape) == 1:
+            held.coming[0] = scale
+        else:
+            held.coming[stage, own] = scale
+    T.barrier_arrive(held.landed[stage])
 
 
 @T.macro
-def take(operand, held, full, free, stage, phase, rows):
-    T.barrier_wait(full[stage], phase)
-    if operand.name == "k":
-        # Every warp is done with the tiles of the block before.
-        T.sync_threads(8, 128)
+def fill(operand, stored, page_table, row, head, held, full, place, stage, phase, thread):
+    T.barrier_wait(held.landed[stage], phase)
     for j, c in T.Parallel(operand.block_size, operand.head_dim):
         if operand.element == "float16":
             held.tiles[0, j, c] = T.cast(held.raw[stage, j, c], "float16")
         else:
             held.tiles[0, j, c] = T.cast(T.cast(held.raw[stage, j, c], "float32"), "bfloat16")
     if operand.token_scales:
-        for j in T.Parallel(operand.block_size):
-            held.scales[0, j] = held.scale_ring[stage, j]
-    T.barrier_arrive(free[stage])
+        own = thread % operand.block_size
+        if len(held.coming.shape) == 1:
+            held.scales[0, own] = held.coming[0]
+        else:
+            held.scales[0, own] = held.coming[stage, own]
     T.fence_proxy_async()
-    T.sync_threads(8, 128)
-    clear_rows(held.tiles, 0, rows, 8)
-
-
-@T.macro
-def release(free, stage):
-    """The stage went back when it was decoded."""
-    pass
 
 
 @T.macro
 def weigh(operand, held, S, rows):
     if operand.token_scales:
         for i, j in T.Parallel(rows, operand.block_size):
-            S[i, j] = S[i, j] * held.scales[0, j]
+            if operand.name == "k":
+                S[i, j] = S[i, j] * held.scales[0, j]
+            else:
+                S[i, j] = T.if_then_else(S[i, j] != 0.0, S[i, j] * held.scales[0, j], 0.0)

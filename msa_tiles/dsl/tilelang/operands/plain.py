@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.keys import block_keys
-from msa_tiles.dsl.tilelang.stages import clear_rows, load_stage
+from msa_tiles.dsl.tilelang.stages import load_stage
 
 TENSORS = ("",)
-AHEAD = False
+STARTS = False
 
 
 class Stored(NamedTuple):
@@ -39,8 +39,8 @@ class Operand:
         layout = block_keys(heads, self.head_dim, self.block_size, self.pages_per_block, self.name)
         return T.StridedTensor(*layout, self.element)
 
-    def place(self, stage):
-        return stage
+    def places(self, stages):
+        return stages
 
     def fold(self, value, stored, head):
         return value
@@ -51,22 +51,16 @@ def allocate(operand, stages):
 
 
 @T.macro
-def load(operand, stored, page_table, row, head, held, full, stage, rows, thread):
+def start(operand, stored, page_table, row, head, held, stage, rows, thread):
+    pass
+
+
+@T.macro
+def fill(operand, stored, page_table, row, head, held, full, place, stage, phase, thread):
     load_stage(
-        stored.values, page_table, row, head, held.tiles, full, stage, operand.block_size, operand.head_dim,
+        stored.values, page_table, row, head, held.tiles, full, place, operand.block_size, operand.head_dim,
         operand.pages_per_block,
     )  # fmt: skip
-
-
-@T.macro
-def take(operand, held, full, free, stage, phase, rows):
-    T.barrier_wait(full[stage], phase)
-    clear_rows(held.tiles, stage, rows, 8)
-
-
-@T.macro
-def release(free, stage):
-    T.barrier_arrive(free[stage])
 
 
 @T.macro

@@ -322,7 +322,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 if (extent & 1) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
                         scores[i, j] = T.if_then_else(j <= (row_edge[i] & 127), scores[i, j], -T.infinity("float32"))
-                block_softmax(scores, probabilities, row_max, row_sum, scale_log2, ROWS, block_size)
+                block_softmax(scores, row_max, row_sum, scale_log2, ROWS, block_size)
+                T.copy(scores, probabilities)
                 T.copy(probabilities, P[w, :, :])
                 T.tcgen05_before_thread_sync()
                 T.barrier_arrive(p_full[w])

@@ -46,7 +46,7 @@ from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out, unbound
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.softmax import LOWEST
-from msa_tiles.dsl.tilelang.stages import load_stage
+from msa_tiles.dsl.tilelang.stages import advance, load_stage
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -70,15 +70,6 @@ LN_2 = 0.6931471805599453
 def first_again(noted):
     """The first place that a consumer warp has noted; the end of all where none has."""
     return T.min(T.min(noted[0], noted[1]), T.min(noted[2], noted[3]))
-
-
-@T.macro
-def advance(at):
-    """at [2] holds a stage of the ring and its phase, which turns with every round."""
-    at[0] = at[0] + 1
-    if at[0] == STAGES:
-        at[0] = 0
-        at[1] = at[1] ^ 1
 
 
 def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
@@ -215,13 +206,13 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             k, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
                         )
                         T.barrier_arrive(full[at[0]])
-                        advance(at)
+                        advance(at, STAGES)
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
                         load_stage(
                             v, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
                         )
                         T.barrier_arrive(full[at[0]])
-                        advance(at)
+                        advance(at, STAGES)
                     if turn == 0:
                         T.pdl_sync()
                     for m in T.serial(T.ceildiv(most, parts)):
@@ -248,7 +239,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                             eviction_policy="evict_first",
                                         )
                         T.barrier_arrive(full[at[0]])
-                        advance(at)
+                        advance(at, STAGES)
                     turn = turn + 1
                     place = place + num_ctas
                     if place >= end and again == 0:
@@ -291,7 +282,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.barrier_wait(full[at[0]], at[1])
                         T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
                         k_stage = at[0]
-                        advance(at)
+                        advance(at, STAGES)
                     # Only the thread that issued the last tile's stores waits here, and the stage is free once it
                     # arrives too.
                     if staged >= 0:
@@ -367,12 +358,12 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             T.sync_threads(8, 128)
                         T.wgmma_gemm(P, ring[at[0], :, :], O, clear_accum=False)
                         v_stage = at[0]
-                        advance(at)
+                        advance(at, STAGES)
                         if u + 1 < num:
                             T.barrier_wait(full[at[0]], at[1])
                             T.wgmma_gemm(Q_shared, ring[at[0], :, :], S, transpose_B=True, clear_accum=True)
                             k_stage = at[0]
-                            advance(at)
+                            advance(at, STAGES)
                             T.wait_wgmma(1)
                         else:
                             T.wait_wgmma(0)
@@ -417,7 +408,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                     scale[i] != 0.0, T.cast(ring[at[0], part * ROWS + i, j], "float32"), 0.0
                                 )
                         staged = at[0]
-                        advance(at)
+                        advance(at, STAGES)
                     for i in T.Parallel(ROWS):
                         if token + i // rows_per_query < window_last and i % rows_per_query < group:
                             lse[token + i // rows_per_query, head * group + i % rows_per_query] = T.if_then_else(

@@ -34,12 +34,12 @@ request's keys.
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out
-from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.softmax import TINY, block_softmax
-from msa_tiles.dsl.tilelang.stages import load_stage
+from msa_tiles.dsl.tilelang.stages import clear_rows
 
-ELEMENT = "bfloat16"  # <- precision.multiply
+OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 5  # <- tile.stages
 AHEAD = 2  # <- tile.ahead
 CONSUMERS = 2  # <- tile.consumers
@@ -55,7 +55,13 @@ ROWS = 64
 LN_2 = 0.6931471805599453
 
 
-def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+def sparse_attention(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    pages_per_block: int,
+    token_scales: int,  # % if "token_scales" in plan.variants
+):
     """Build the kernel for one head dim, block size and number of query heads per KV head.
 
     The kernel takes q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], the window's
@@ -71,16 +77,21 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     table_stride = strides("table_stride")
     num_windows, window, topk, num_edges, num_tasks = T.dynamic("num_windows, window, topk, num_edges, num_tasks")
     q_token, q_head = strides("q_token, q_head")
-    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
-    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
+    keys, values = (
+        key_value.Operand(
+            name, head_dim, block_size, pages_per_block,
+            token_scales=token_scales,  # % if "token_scales" in plan.variants
+        )
+        for name in "kv"
+    )  # fmt: skip
 
     @T.macro
     def consume(
-        w, thread, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free, v_free, q_full,
-        q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+        w, thread, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free,
+        v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([ROWS, block_size], "float32")
-        P = T.alloc_fragment([ROWS, block_size], ELEMENT)
+        P = T.alloc_fragment([ROWS, block_size], values.element)
         O = T.alloc_fragment([ROWS, head_dim], "float32")
         row_max = T.alloc_fragment([ROWS], "float32")
         row_sum = T.alloc_fragment([ROWS], "float32")
@@ -113,24 +124,19 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             extent = tasks[window_index, head, task, 3]
             tiles = T.ceildiv(tasks[window_index, head, task, 2], queries) * running
             my_tiles = (tiles - w + CONSUMERS - 1) // CONSUMERS
+            factor = keys.fold(scale_log2, stored_k, head)
             if my_tiles > 0:
                 T.barrier_wait(q_full[w * STAGES + slot], phase)
                 T.wgmma_gemm(
-                    Q_shared[w * STAGES + slot, :, :], K_shared[0, :, :], S, transpose_B=True, clear_accum=True
+                    Q_shared[w * STAGES + slot, :, :], K_shared.tiles[0, :, :], S, transpose_B=True, clear_accum=True
                 )
             taken = 0
             if running > 0:
                 T.barrier_wait(v_full[0], turn & 1)
-                if (extent >> 1) < block_size:
-                    # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
-                    for i, j in T.Parallel(block_size, head_dim):
-                        if i >= (extent >> 1):
-                            V_shared[0, i, j] = 0
-                    T.fence_proxy_async()
-                    T.sync_threads(8 + w, 128)
+                clear_rows(V_shared.tiles, 0, extent >> 1, 8 + w)
                 if (extent & 1) != 0:
                     # Some edge sees a part only: no value that it does not see may be infinite or NaN.
-                    find_unbounded(V_shared, 0, thread, extent >> 1, first_taken)
+                    find_unbounded(V_shared.tiles, 0, thread, extent >> 1, first_taken)
                     taken = T.any_sync(first_taken[0] < block_size)
                     if thread % 32 == 0:
                         found_shared[w, thread // 32] = taken
@@ -139,7 +145,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     if taken != 0:
                         # All consumers have looked before one of them writes, and find the same.
                         T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
-                        take_out(V_shared, 0, thread, extent >> 1, w, CONSUMERS)
+                        take_out(V_shared.tiles, 0, thread, extent >> 1, w, CONSUMERS)
                         T.fence_proxy_async()
                         T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
             for tile in T.serial(my_tiles):
@@ -147,13 +153,16 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 for i in T.Parallel(ROWS):
                     row_edge[i] = edges[window_index, head, T.min(first + i // rows_per_query, last_edge)]
                 T.wait_wgmma(0)
+                key_value.weigh(keys, K_shared, S, ROWS)
                 if tile + 1 == my_tiles:
                     T.barrier_arrive(k_free)
                 if (extent & 1) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
                         S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
-                block_softmax(S, P, row_max, row_sum, scale_log2, ROWS, block_size)
-                T.wgmma_gemm(P, V_shared[0, :, :], O, clear_accum=True)
+                block_softmax(S, row_max, row_sum, factor, ROWS, block_size)
+                key_value.weigh(values, V_shared, S, ROWS)
+                T.copy(S, P)
+                T.wgmma_gemm(P, V_shared.tiles[0, :, :], O, clear_accum=True)
                 used = slot
                 slot = slot + 1
                 if slot == STAGES:
@@ -162,7 +171,11 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 if tile + 1 < my_tiles:
                     T.barrier_wait(q_full[w * STAGES + slot], phase)
                     T.wgmma_gemm(
-                        Q_shared[w * STAGES + slot, :, :], K_shared[0, :, :], S, transpose_B=True, clear_accum=True
+                        Q_shared[w * STAGES + slot, :, :],
+                        K_shared.tiles[0, :, :],
+                        S,
+                        transpose_B=True,
+                        clear_accum=True,
                     )
                     T.wait_wgmma(1)
                 else:
@@ -171,10 +184,10 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 for i in T.Parallel(ROWS):
                     if i % rows_per_query < group:
                         partial_lse[row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query] = (
-                            row_max[i] * scale_log2 + T.log2(row_sum[i])
+                            row_max[i] * factor + T.log2(row_sum[i])
                         ) * LN_2
                 for i in T.Parallel(ROWS):
-                    row_sum[i] = 1.0 / (row_sum[i] + TINY)
+                    row_sum[i] = values.fold(1.0 / (row_sum[i] + TINY), stored_v, head)
                 for i, j in T.Parallel(ROWS, head_dim):
                     O[i, j] = O[i, j] * row_sum[i]
                 # Only the thread that issued the stores waits here, and the slot is free once that thread arrives too.
@@ -216,24 +229,32 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     @T.prim_func
     def main(
-        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
-        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), keys.element),
+        k: keys.tensor(num_kv_heads),
+        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v: values.tensor(num_kv_heads),
+        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 4), "int32"),
         counts: T.Tensor((num_windows, num_kv_heads), "int32"),
         claims: T.Tensor((num_windows,), "int32"),
-        partial_out: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
+        partial_out: T.Tensor((window, topk, num_q_heads, head_dim), OUTPUT),
         partial_lse: T.Tensor((window, topk, num_q_heads), "float32"),
         scale_log2: T.float32,
         window_index: T.int32,
         num_ctas: T.int32,
     ):
         with T.Kernel(num_ctas, threads=(CONSUMERS + 1) * 128):
-            K_shared = T.alloc_shared([1, block_size, head_dim], ELEMENT)
-            V_shared = T.alloc_shared([1, block_size, head_dim], ELEMENT)
-            Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], ELEMENT)
+            K_shared = key_value.allocate(keys, 1)
+            V_shared = key_value.allocate(values, 1)
+            stored_k = key_value.Stored(
+                k,  # <- tensors of operands.key_value
+            )
+            stored_v = key_value.Stored(
+                v,  # <- tensors of operands.key_value
+            )
+            Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], keys.element)
             task_shared = T.alloc_shared([2], "int32", scope="shared")
             claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
             # Whether a warp has found a value to be taken out of V.
@@ -292,6 +313,11 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     first_edge = tasks[window_index, head, task, 1]
                     num = tasks[window_index, head, task, 2] * running
                     rounds = T.ceildiv(num, queries * CONSUMERS)
+                    if key_value.STARTS:
+                        if running > 0:
+                            rows = tasks[window_index, head, task, 3] >> 1
+                            key_value.start(keys, stored_k, page_table, key_row, head, K_shared, 0, rows, tx % 128)
+                            key_value.start(values, stored_v, page_table, key_row, head, V_shared, 0, rows, tx % 128)
                     for round in T.serial(rounds + 1):
                         if round == T.min(rounds, AHEAD):
                             T.barrier_wait(k_free, (turn & 1) ^ 1)
@@ -299,16 +325,16 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                 task_shared[0] = claim
                                 task_shared[1] = head
                             if running > 0:
-                                load_stage(
-                                    k, page_table, key_row, head, K_shared, k_full, 0, block_size, head_dim,
-                                    pages_per_block,
+                                key_value.fill(
+                                    keys, stored_k, page_table, key_row, head, K_shared, k_full, 0, 0, turn & 1,
+                                    tx % 128,
                                 )  # fmt: skip
                             T.barrier_arrive(k_full[0])
                             if running > 0:
                                 T.barrier_wait(v_free, (turn & 1) ^ 1)
-                                load_stage(
-                                    v, page_table, key_row, head, V_shared, v_full, 0, block_size, head_dim,
-                                    pages_per_block,
+                                key_value.fill(
+                                    values, stored_v, page_table, key_row, head, V_shared, v_full, 0, 0, turn & 1,
+                                    tx % 128,
                                 )  # fmt: skip
                                 T.barrier_arrive(v_full[0])
                         for w in T.unroll(CONSUMERS):
@@ -343,14 +369,15 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    0, tx, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free, v_free,
-                    q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                    0, tx, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full,
+                    k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    1, tx - 128, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free,
-                    v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                    1, tx - 128, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full,
+                    v_full, k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2,
+                    window_index,
                 )  # fmt: skip
 
     return main

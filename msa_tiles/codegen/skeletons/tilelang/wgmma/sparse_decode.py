@@ -13,16 +13,19 @@ Warps
 
 Pipelines (name: depth, arrivals)
   q_full: 1, 128 producer threads + TMA bytes
-  k_full, v_full: STAGES, 128 producer threads + TMA bytes      k_free, v_free: STAGES, the 128 consumer threads
+  k_full, v_full: a tile each, 128 producer threads + TMA bytes      k_free, v_free: likewise, the 128 consumer threads
 
 The floor is one read of the selected keys and values; the tensor cores work on 64 rows, however few heads there are.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.softmax import LOWEST
+from msa_tiles.dsl.tilelang.stages import advance, clear_rows
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
@@ -38,6 +41,17 @@ ROWS = 64
 THREADS = 256
 LIST = 64
 LN_2 = 0.6931471805599453
+
+
+class Tiles(NamedTuple):
+    """The tiles of keys and values, and their pipelines."""
+
+    k: Any
+    v: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
 
 
 def sparse_decode(
@@ -77,6 +91,21 @@ def sparse_decode(
         for name in "kv"
     )  # fmt: skip
 
+    places = keys.places(STAGES)
+
+    @T.macro
+    def lay_down(stored_k, stored_v, page_table, row, head, tiles, at, come, thread):
+        """The next block's tiles, one after the other."""
+        T.barrier_wait(tiles.k_free[at[0]], at[1] ^ 1)
+        key_value.fill(keys, stored_k, page_table, row, head, tiles.k, tiles.k_full, at[0], come[0], come[1], thread)
+        T.barrier_arrive(tiles.k_full[at[0]])
+        T.barrier_wait(tiles.v_free[at[0]], at[1] ^ 1)
+        key_value.fill(values, stored_v, page_table, row, head, tiles.v, tiles.v_full, at[0], come[0], come[1], thread)
+        T.barrier_arrive(tiles.v_full[at[0]])
+        advance(at, places)
+        if key_value.STARTS:
+            advance(come, STAGES)
+
     @T.prim_func
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), keys.element),
@@ -112,10 +141,11 @@ def sparse_decode(
                 v,  # <- tensors of operands.key_value
             )
             q_full = T.alloc_barrier(arrive_count=128)
-            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            v_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
-            v_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_full = T.alloc_barrier(arrive_count=[128] * places)
+            v_full = T.alloc_barrier(arrive_count=[128] * places)
+            k_free = T.alloc_barrier(arrive_count=[128] * places)
+            v_free = T.alloc_barrier(arrive_count=[128] * places)
+            tiles = Tiles(K_shared, V_shared, k_full, v_full, k_free, v_free)
             sums = T.alloc_shared([2, THREADS // 16], "int32", scope="shared")
             candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared")
             candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared")
@@ -126,8 +156,7 @@ def sparse_decode(
             limit = T.alloc_var("int32")
             length = T.alloc_var("int32")
             key_row = T.alloc_var("int32")
-            stage = T.alloc_var("int32")
-            phase = T.alloc_var("int32")
+            at = T.alloc_local([2], "int32")
             block = T.alloc_var("int32")
             tx = T.get_thread_binding()
             if scored_blocks == 0:
@@ -168,9 +197,16 @@ def sparse_decode(
             # Slots split * topk / splits and on: shares differ by one slot at most.
             first_slot = T.truncdiv(split * topk, splits)
             last_slot = T.truncdiv((split + 1) * topk, splits)
-            stage = 0
-            phase = 0
+            at[0] = 0
+            at[1] = 0
             if tx >= 128:
+                if key_value.STARTS:
+                    # The block that is to be laid down next, and how many are on their way.
+                    come = T.alloc_local([2], "int32")
+                    begun = T.alloc_var("int32")
+                    come[0] = 0
+                    come[1] = 0
+                    begun = 0
                 for half in T.unroll(head_dim // 64):
                     T.tma_copy(
                         described(q)[token, head * group : head * group + group, half * 64 : half * 64 + 64],
@@ -186,22 +222,23 @@ def sparse_decode(
                     else:
                         block = block_indices[head, token, first_slot + i]
                     if block >= 0 and block <= limit // block_size:
-                        T.barrier_wait(k_free[stage], phase ^ 1)
-                        key_value.load(
-                            keys, stored_k, page_table, key_row + block * block_size, head, K_shared, k_full, stage,
-                            limit + 1 - block * block_size, tx - 128,
-                        )  # fmt: skip
-                        T.barrier_arrive(k_full[stage])
-                        T.barrier_wait(v_free[stage], phase ^ 1)
-                        key_value.load(
-                            values, stored_v, page_table, key_row + block * block_size, head, V_shared, v_full, stage,
-                            limit + 1 - block * block_size, tx - 128,
-                        )  # fmt: skip
-                        T.barrier_arrive(v_full[stage])
-                        stage = stage + 1
-                        if stage == STAGES:
-                            stage = 0
-                            phase = phase ^ 1
+                        row = key_row + block * block_size
+                        if key_value.STARTS:
+                            if begun == STAGES:
+                                lay_down(stored_k, stored_v, page_table, row, head, tiles, at, come, tx - 128)
+                                begun = begun - 1
+                            # All threads are done with the stage.
+                            T.sync_threads(7, 128)
+                            rows = limit + 1 - block * block_size
+                            stage = T.truncmod(come[0] + begun, STAGES)
+                            key_value.start(keys, stored_k, page_table, row, head, K_shared, stage, rows, tx - 128)
+                            key_value.start(values, stored_v, page_table, row, head, V_shared, stage, rows, tx - 128)
+                            begun = begun + 1
+                        else:
+                            lay_down(stored_k, stored_v, page_table, row, head, tiles, at, at, tx - 128)
+                if key_value.STARTS:
+                    for _ in T.serial(begun):
+                        lay_down(stored_k, stored_v, page_table, 0, head, tiles, at, come, tx - 128)
             else:
                 S = T.alloc_fragment([ROWS, block_size], "float32")
                 P = T.alloc_fragment([ROWS, block_size], values.element)
@@ -226,15 +263,11 @@ def sparse_decode(
                     if block >= 0 and block <= limit // block_size:
                         # Of the block's rows, which may be more than all.
                         seen = limit + 1 - block * block_size
-                        key_value.take(keys, K_shared, k_full, k_free, stage, phase, block_size)
-                        T.wgmma_gemm(
-                            Q_shared, K_shared.tiles[keys.place(stage), :, :], S, transpose_B=True, clear_accum=True
-                        )
-                        if key_value.AHEAD:
-                            key_value.take(values, V_shared, v_full, v_free, stage, phase, seen)
+                        T.barrier_wait(k_full[at[0]], at[1])
+                        T.wgmma_gemm(Q_shared, K_shared.tiles[at[0], :, :], S, transpose_B=True, clear_accum=True)
                         T.wait_wgmma(0)
-                        key_value.release(k_free, stage)
                         key_value.weigh(keys, K_shared, S, ROWS)
+                        T.barrier_arrive(k_free[at[0]])
                         if (block + 1) * block_size > limit + 1:
                             for r, j in T.Parallel(ROWS, block_size):
                                 S[r, j] = T.if_then_else(
@@ -249,19 +282,16 @@ def sparse_decode(
                         T.reduce_sum(S, block_sum, dim=1)
                         for r in T.Parallel(ROWS):
                             row_sum[r] = row_sum[r] * scale[r] + block_sum[r]
-                        key_value.weigh(values, V_shared, S, ROWS)
-                        T.copy(S, P)
                         for r, c in T.Parallel(ROWS, head_dim):
                             O[r, c] = O[r, c] * scale[r]
-                        if not key_value.AHEAD:
-                            key_value.take(values, V_shared, v_full, v_free, stage, phase, seen)
-                        T.wgmma_gemm(P, V_shared.tiles[values.place(stage), :, :], O, clear_accum=False)
+                        T.barrier_wait(v_full[at[0]], at[1])
+                        key_value.weigh(values, V_shared, S, ROWS)
+                        T.copy(S, P)
+                        clear_rows(V_shared.tiles, at[0], seen, 8)
+                        T.wgmma_gemm(P, V_shared.tiles[at[0], :, :], O, clear_accum=False)
                         T.wait_wgmma(0)
-                        key_value.release(v_free, stage)
-                        stage = stage + 1
-                        if stage == STAGES:
-                            stage = 0
-                            phase = phase ^ 1
+                        T.barrier_arrive(v_free[at[0]])
+                        advance(at, places)
                 # Not `row_sum > 0`: a NaN has to come through.
                 for r in T.Parallel(ROWS):
                     scale[r] = values.fold(T.if_then_else(row_sum[r] != 0.0, 1.0 / row_sum[r], 0.0), stored_v, head)
