@@ -8,4 +8,5 @@ ELEMENTS = {
     "float32": cutlass.Float32,
     "float8_e4m3fn": cutlass.Float8E4M3FN,
     "int32": cutlass.Int32,
+    "uint8": cutlass.Uint8,
 }

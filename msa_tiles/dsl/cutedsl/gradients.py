@@ -90,13 +90,14 @@ def score_gradients(weights: cute.Tensor, products: cute.Tensor, row_delta: cute
 
 
 @cute.jit
-def round_pair(low: Float32, high: Float32) -> Int32:
-    """Two bfloat16 in an int.
+def round_pair(low: Float32, high: Float32, element: cutlass.Constexpr = cutlass.BFloat16) -> Int32:
+    """Two bfloat16, or float16, in an int.
 
     The DSL's own conversion of elements that are also read one by one is a slow instruction for each.
     """
+    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[element]
     return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[high, low]
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
     )
 
 

@@ -9,15 +9,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-# Of two bfloat16 in an int: the exponents, what carries out of one that is all ones, and where that goes.
-EXPONENTS, CARRY, CARRIED = 0x7F807F80, 0x00800080, 0x80008000 - (1 << 32)
+# Of two elements in an int: the exponents, and what carries out of one that is all ones; where that goes.
+EXPONENTS = {cutlass.BFloat16: (0x7F807F80, 0x00800080), cutlass.Float16: (0x7C007C00, 0x04000400)}
+CARRIED = 0x80008000 - (1 << 32)
 VECTOR = 4  # ints that a lane loads at a time
 
 
 @cute.jit
-def unbounded_pair(bits: Int32) -> Int32:
-    """Not 0 if one of the two bfloat16 in an int is infinite or NaN."""
-    return ((bits & EXPONENTS) + CARRY) & CARRIED
+def unbounded_pair(bits: Int32, element: cutlass.Constexpr = cutlass.BFloat16) -> Int32:
+    """Not 0 if one of the two elements in an int is infinite or NaN."""
+    exponents, carry = EXPONENTS[element]
+    return ((bits & exponents) + carry) & CARRIED
 
 
 @cute.jit
@@ -28,7 +30,7 @@ def unbounded(value: Float32) -> Boolean:
 
 @cute.jit
 def any_unbounded(block: cute.Tensor, ints: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr) -> Int32:
-    """Not 0 if this thread's share of a block in shared memory, of so many ints of two bfloat16, has such a value."""
+    """Not 0 if this thread's share of a block in shared memory, of so many ints of two elements, has such a value."""
     words = cute.make_tensor(
         cute.recast_ptr(block.iterator, dtype=Int32), cute.make_layout((VECTOR, ints // VECTOR), stride=(1, VECTOR))
     )
@@ -36,7 +38,7 @@ def any_unbounded(block: cute.Tensor, ints: cutlass.Constexpr, thread: Int32, th
     for place in cutlass.range(thread, ints // VECTOR, threads, unroll=8):
         held = words[None, place].load()
         for i in cutlass.range_constexpr(VECTOR):
-            found = found | unbounded_pair(held[i])
+            found = found | unbounded_pair(held[i], block.element_type)
     return found
 
 

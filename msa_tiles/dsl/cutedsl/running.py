@@ -12,10 +12,11 @@ from msa_tiles.dsl.cutedsl.softmax import quad_max
 @cute.jit
 def running_softmax(
     scores: cute.Tensor, rounded: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor,
-    scale_log2: Float32, rooms,
+    scale_log2: Float32, rooms, element: cutlass.Constexpr,
 ):  # fmt: skip
     """rounded = exp2((scores - row_max) * scale_log2), two keys in an int, with row_max the largest score so far.
 
+    Rounded to `element`, bfloat16 or float16.
     row_max [2] goes on from what it holds, LOWEST or more, and rescale [2] is what earlier exponentials have to be
     multiplied with. row_sum [2] is the lane's share of the sum: it is rescaled, and grows by this tile's columns of the
     lane before they are rounded. rooms[half] is the last column that a row sees, less the lane's first column, or None
@@ -44,7 +45,7 @@ def running_softmax(
                     pair.append(weight)
                     sums[half][column] = sums[half][column] + weight
                 # At once: until then the exact ones take twice the registers.
-                rounded[2 * j + half] = round_pair(pair[0], pair[1])
+                rounded[2 * j + half] = round_pair(pair[0], pair[1], element)
         for half in halves:
             row_sum[half] = sums[half][0] + sums[half][1]
 

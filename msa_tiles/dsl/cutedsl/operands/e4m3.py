@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
@@ -26,6 +28,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive
 from msa_tiles.dsl.cutedsl.row_scales import copy_scales
+from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.table import WARP, Parts, Pipeline, buffer, declares, lane, threads, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
@@ -33,6 +36,8 @@ TENSORS = ("", "_scale")
 CHUNK = 16  # bytes, that is values, of a row of ldmatrix
 REPEAT = 8  # rows after which a swizzle repeats
 HALF_PANEL = 64  # columns of a panel of 16 bits
+UNIT = 8  # values that a lane decodes at a time
+LEAST_SCALE = 1.0e-30
 
 
 @declares
@@ -51,6 +56,44 @@ def parts(name, head_dim, block_size, stages, *, producer, readers, token_scales
             *of_tokens,
         ),
     )  # fmt: skip
+
+
+@declares
+def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspected, token_scales):
+    """What TMA brings, and what the keeper makes of it for the readers."""
+    raw, scales, tiles = f"{name}_raw", f"{name}_scales", f"{name}_tiles"
+    copies = (threads(producer),) if token_scales else ()
+    of_tokens = (buffer(scales, "float32", align=128, block_size=block_size),) if token_scales else ()
+    return Parts(
+        (
+            Pipeline(raw, 1, (lane(producer), *copies), (warps(keeper),), (raw,)),
+            Pipeline(name, 1, (lane(keeper),), tuple(warps(role) for role in readers)),
+        ),
+        (
+            buffer(
+                tiles, multiplied(name, token_scales), align=1024,
+                note="swizzled by 128 bytes, in panels of 64 columns", block_size=block_size, head_dim=head_dim,
+            ),
+            buffer(
+                raw, "float8_e4m3fn", align=1024, note="swizzled by 128 bytes, or 64 where a row is no longer",
+                block_size=block_size, head_dim=head_dim,
+            ),
+            *of_tokens,
+        ),
+    )  # fmt: skip
+
+
+@declares
+def ring_parts(stages, *, producer, decoder, readers, token_scales):
+    """A ring of blocks in memory of the kernel: what TMA brings, and what the decoder makes of it in its place."""
+    copies = (threads(producer),) if token_scales else ()
+    return Parts(
+        (
+            Pipeline("raw", stages, (lane(producer), *copies)),
+            Pipeline("ring", stages, (warps(decoder),), (warps(readers),)),
+        ),
+        (),
+    )
 
 
 @declares
@@ -76,25 +119,19 @@ class Held(NamedTuple):
     free: Any
 
 
-class Left:
-    """Blocks of [block_size, head_dim] as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+class Storage:
+    """Blocks of [block_size, head_dim] in global memory, and their scales."""
 
     stored_element = cutlass.Float8E4M3FN
-    ahead = True
 
-    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, readers, transposed, token_scales):
+    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):
         self.name = name
         self.table = table
-        self.stages = table.depth(name)
         self.block_size = block_size
         self.head_dim = head_dim
         self.blocks = Blocks(self.stored_element, head_dim, block_size, pages_per_block)
-        self.threads = table.threads_of(readers)
-        self.transposed = transposed
         self.token_scales = token_scales
         self.element = ELEMENTS[multiplied(name, token_scales)]
-        # Of the product: rows and what they are multiplied along.
-        self.rows, self.depth = (head_dim, block_size) if transposed else (block_size, head_dim)
 
     def arguments(self, kv_heads):
         """Values [total_k, kv_heads, head_dim], or [pages, kv_heads, page, head_dim]; scales [kv_heads], or of the
@@ -114,6 +151,73 @@ class Left:
     def atoms(self, stored):
         return (stored.atom,)
 
+    def scales_of_head(self, stored, head):
+        """Those of tokens: [rows], or [pages, rows of a page]."""
+        return stored.scales[(None, head, None) if self.blocks.pages_per_block else (None, head)]
+
+    def decode(self, word, scale=None):
+        """Four values -> two words of two of `element`, times a scale where it is given."""
+        return decode_f16(word) if self.element is cutlass.Float16 else decode_bf16(word, scale)
+
+    def scales_of_lane(self, scales, lane):
+        """The scales of tokens lane, lane + 32, …, of a block's in shared memory; None where tokens have none."""
+        if not self.token_scales:
+            return None
+        return [scales[WARP * i + lane] for i in range(self.block_size // WARP)]
+
+    @cute.jit
+    def decode_rows(
+        self, raw: cute.Pointer, tile: cute.Pointer, scales, lane: Int32, member: Int32, members: cutlass.Constexpr
+    ):
+        """raw rows of bytes, swizzled as byte_of says -> tile of 16 bits in panels of 64 columns, by `members` warps.
+
+        A lane takes 8 values of a row at a time, of rows a multiple of 8 apart from turn to turn, so that places in a
+        swizzled row stay what they are. Each row is read before it is written, in case both lie in one place.
+        """
+        per_row = self.head_dim // UNIT
+        abreast = WARP // per_row  # rows
+        steps = REPEAT // abreast
+        unit = lane % per_row
+        for eight in cutlass.range(member, self.block_size // REPEAT, members, unroll=1):
+            packed = [None] * steps
+            factors = [None] * steps
+            for step in cutlass.range_constexpr(steps):
+                of_eight = abreast * step + lane // per_row
+                row = REPEAT * eight + of_eight
+                packed[step] = words_at(raw + byte_of(row, unit // 2, self.head_dim) + unit % 2 * UNIT, UNIT // 4)
+                if cutlass.const_expr(scales is not None):
+                    held = scales[0]
+                    for i in cutlass.range_constexpr(1, len(scales)):
+                        held = pick_float(row >= WARP * i, scales[i], held)
+                    factors[step] = cute.arch.shuffle_sync(held, row % WARP)
+            cute.arch.sync_warp()
+            for step in cutlass.range_constexpr(steps):
+                row = REPEAT * eight + abreast * step + lane // per_row
+                decoded = cute.make_rmem_tensor(UNIT // 2, Int32)
+                for i in cutlass.range_constexpr(UNIT // 4):
+                    decoded[2 * i], decoded[2 * i + 1] = self.decode(packed[step][i], factors[step])
+                panel = unit // UNIT * self.block_size + row
+                target = tile + panel * HALF_PANEL + ((unit % UNIT) ^ (row % REPEAT)) * UNIT
+                cute.autovec_copy(decoded, aligned(target, Int32, UNIT // 2))
+            cute.arch.sync_warp()
+
+    def fold(self, value, stored, head):
+        return value if self.token_scales else value * stored.scales[head]
+
+
+class Left(Storage):
+    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+
+    ahead = True
+
+    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, readers, transposed, token_scales):
+        super().__init__(name, table, head_dim, block_size, pages_per_block, token_scales=token_scales)
+        self.stages = table.depth(name)
+        self.threads = table.threads_of(readers)
+        self.transposed = transposed
+        # Of the product: rows and what they are multiplied along.
+        self.rows, self.depth = (head_dim, block_size) if transposed else (block_size, head_dim)
+
     def layouts(self):
         shape = (self.stages, self.block_size, self.head_dim)
         return {f"{self.name}_raw": cute.make_ordered_layout(shape, order=(2, 1, 0))}
@@ -132,7 +236,7 @@ class Left:
         boxes = self.blocks.boxes_of(held.raw, self.stages)[None, None, None, None, stage]
         self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes, full)
         if cutlass.const_expr(self.token_scales):
-            of_head = stored.scales[(None, head, None) if self.blocks.pages_per_block else (None, head)]
+            of_head = self.scales_of_head(stored, head)
             copy_scales(of_head, row, pages, held.scales[None, stage], self.blocks.box_rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
@@ -195,10 +299,6 @@ class Left:
         arrive(held.free + stage)
         return operand
 
-    def decode(self, word):
-        """Four stored values -> two words of two of `element`."""
-        return decode_f16(word) if self.element is cutlass.Float16 else decode_bf16(word)
-
     @cute.jit
     def put(self, word: Int32, number: cutlass.Constexpr, target: cute.Tensor):
         """The word of matrix `number` of four, decoded, to its place in the four registers of 16 columns."""
@@ -229,9 +329,6 @@ class Left:
         """The row, of 64, whose column a lane of warp `member` has in this half of an accumulator."""
         return 16 * member + (2 * (lane // 4) + half if self.transposed else lane // 4 + 8 * half)
 
-    def fold(self, value, stored, head):
-        return value if self.token_scales else value * stored.scales[head]
-
     @cute.jit
     def factors(self, held: Held, stage: Int32, phase: Int32, first_row: Int32):
         found = None
@@ -240,6 +337,146 @@ class Left:
             tokens = [first_row + ROWS * m + 8 * half for m in range(self.block_size // ROWS) for half in range(2)]
             found = [held.scales[token, stage] for token in tokens]
         return found
+
+
+class HeldRight(NamedTuple):
+    """A block in shared memory: decoded, and as it comes; with barriers, and scales where tokens have some."""
+
+    tile: Any
+    full: Any
+    free: Any
+    raw: Any
+    raw_full: Any
+    raw_free: Any
+    scales: Any
+
+
+class Right(Storage):
+    """Blocks as the right side of products of 64-row tiles, decoded by one warp: see msa_tiles.dsl.cutedsl.operands."""
+
+    def layouts(self):
+        major, shape = LayoutEnum.ROW_MAJOR, (ROWS, self.block_size, self.head_dim)
+        if self.name == "v":
+            major, shape = LayoutEnum.COL_MAJOR, (ROWS, self.head_dim, self.block_size)
+        raw = cute.make_ordered_layout((self.block_size, self.head_dim), order=(1, 0))
+        tiles = hopper.make_smem_layout_b(major, shape, self.element, 1)
+        return {f"{self.name}_tiles": tiles, f"{self.name}_raw": raw}
+
+    def held(self, buffers, barriers):
+        full, free, raw_full, raw_free = (
+            barriers + self.table.place(f"{self.name}_{kind}") for kind in ("full", "free", "raw_full", "raw_free")
+        )
+        tile, raw = (buffers[f"{self.name}_{kind}"] for kind in ("tiles", "raw"))
+        return HeldRight(tile, full, free, raw, raw_full, raw_free, buffers.get(f"{self.name}_scales"))
+
+    @cute.jit
+    def load(self, stored: Stored, row: Int32, pages, head: Int32, held: HeldRight, parity: Int32, inspected: Int32):
+        """The producer: the block that begins at a row of flat keys, or that has these pages, once there is room."""
+        cute.arch.mbarrier_wait(held.raw_free, parity ^ 1)
+        boxes = self.blocks.boxes(held.raw)
+        self.blocks.load(stored.atom, stored.rows, row, pages, head, boxes, held.raw_full)
+        if cutlass.const_expr(self.token_scales):
+            copy_scales(self.scales_of_head(stored, head), row, pages, held.scales, self.blocks.box_rows)
+            cute.arch.cp_async_mbarrier_arrive_noinc(held.raw_full)
+
+    def end_of_loads(self, held, parity):
+        """Nothing: the keeper wakes those who wait for another block."""
+
+    @cute.jit
+    def end_of_tasks(self, held: HeldRight, parity: Int32):
+        """The keeper: wake those who wait for another block."""
+        cute.arch.mbarrier_wait(held.free, parity ^ 1)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(held.full)
+
+    @cute.jit
+    def bring(self, held: HeldRight, parity: Int32, phase: Int32, inspected: Int32):
+        """The keeper: decode a block, once there is room; what came is free then."""
+        cute.arch.mbarrier_wait(held.raw_full, parity)
+        cute.arch.mbarrier_wait(held.free, parity ^ 1)
+        lane = cute.arch.lane_idx()
+        scales = self.scales_of_lane(held.scales, lane)
+        self.decode_rows(held.raw.iterator, held.tile.iterator, scales, lane, 0, 1)
+        cute.arch.fence_view_async_shared()
+        arrive(held.raw_free)
+        return phase
+
+    @cute.jit
+    def pass_on(self, held: HeldRight, inspected: Int32):
+        """The keeper: the block is ready for its readers."""
+        arrive(held.full)
+
+    def of_head(self, stored, head):
+        return None if self.token_scales else stored.scales[head]
+
+
+class InRing(Storage):
+    """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands.
+
+    Bytes come to the second half of their tile. Decoded rows of two panels lie where their own bytes did; those of one
+    panel are decoded in their order, by one warp, so that none is overwritten before it is read. Scales of tokens come
+    to the tile's first bytes.
+    """
+
+    LANDING = "raw_full"  # where the bytes of a stage are awaited first
+    decoded = True
+
+    def raw_of(self, tile):
+        """The bytes of a tile."""
+        half = self.block_size * self.head_dim
+        return cute.make_ptr(self.stored_element, tile.toint() + half, tile.memspace, assumed_align=1024)
+
+    def boxes(self, tiles, stages):
+        """Where TMA writes in a ring of tiles: [rows, columns, box, panel, stage]."""
+        of_stage = self.blocks.boxes_of(cute.make_tensor(self.raw_of(tiles.iterator), cute.make_layout(1)), 1)
+        shape = (*of_stage.shape[:4], stages)
+        stride = (*of_stage.stride[:4], 2 * self.block_size * self.head_dim)
+        return cute.make_tensor(of_stage.iterator, cute.make_layout(shape, stride=stride))
+
+    def scales_in(self, tile):
+        start = cute.make_ptr(Float32, tile.toint(), tile.memspace, assumed_align=128)
+        return cute.make_tensor(start, cute.make_layout(self.block_size))
+
+    @cute.jit
+    def load_scales(
+        self, stored: Stored, row: Int32, page: Int32, head: Int32, tile: cute.Pointer, barrier: cute.Pointer
+    ):
+        """Scales of tokens, of which every lane takes some; lane i holds the block's i-th page."""
+        if cutlass.const_expr(self.token_scales):
+            pages = [cute.arch.shuffle_sync(page, p) for p in range(self.blocks.pages_per_block)]
+            copy_scales(self.scales_of_head(stored, head), row, pages, self.scales_in(tile), self.blocks.box_rows)
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    def skip_scales(self, barrier):
+        """The arrivals of a stage without scales."""
+        if self.token_scales:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def decode_tile(self, tile: cute.Pointer, lane: Int32, member: Int32, members: cutlass.Constexpr, meeting: Int32):
+        """One of the `members` decoding warps, which meet at a named barrier: a stage's bytes -> its tile."""
+        scales = self.scales_of_lane(self.scales_in(tile), lane)
+        if cutlass.const_expr(self.token_scales):
+            cute.arch.barrier(barrier_id=meeting, number_of_threads=WARP * members)
+        if cutlass.const_expr(self.head_dim == 2 * HALF_PANEL):
+            self.decode_rows(self.raw_of(tile), tile, scales, lane, member, members)
+        elif member == 0:
+            self.decode_rows(self.raw_of(tile), tile, scales, lane, 0, 1)
+        cute.arch.fence_view_async_shared()
+
+    def fold(self, value, stored, head):
+        """Not 0, by which LSE would be divided: a number that makes all scores 0 as well."""
+        return value if self.token_scales else cute.arch.fmax(super().fold(value, stored, head), LEAST_SCALE)
+
+    def of_head(self, stored, head):
+        return None if self.token_scales else stored.scales[head]
+
+
+def words_at(place, count):
+    """Words that may be loaded at once."""
+    start = cute.make_ptr(Int32, place.toint(), place.memspace, assumed_align=4 * count)
+    loaded = cute.make_tensor(start, cute.make_layout(count)).load()
+    return [loaded[i] for i in range(count)]
 
 
 def byte_of(row, chunk, head_dim):
@@ -269,16 +506,17 @@ def decode_f16(word):
     )
 
 
-def decode_bf16(word):
-    """Four e4m3 -> two words of two bfloat16, exact, through float16 and float32; NaN stays NaN."""
-    return [widen(half) for half in decode_f16(word)]
+def decode_bf16(word, scale=None):
+    """Four e4m3 -> two words of two bfloat16, through float16 and float32: exact without a scale. NaN stays NaN."""
+    return [widen(half, scale) for half in decode_f16(word)]
 
 
-def widen(pair):
-    """Two float16 -> two bfloat16."""
+def widen(pair, scale):
+    """Two float16, times a scale where it is given -> two bfloat16."""
+    times = "" if scale is None else "mul.f32 first, first, {$r1}; mul.f32 second, second, {$r1}; "
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {low, high}, {$r0}; cvt.f32.f16 first, low; "
-        "cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 {$w0}, second, first; }",
+        "cvt.f32.f16 second, high; " + times + "cvt.rn.bf16x2.f32 {$w0}, second, first; }",
         write_only_types=[Int32],
-        read_only_args=[pair],
+        read_only_args=[pair] if scale is None else [pair, scale],
     )

@@ -29,32 +29,43 @@ from msa_tiles.dsl.cutedsl.gather import EVICT_FIRST, Rows
 from msa_tiles.dsl.cutedsl.gradients import HIGH
 from msa_tiles.dsl.cutedsl.hidden import clean_column, unbounded_pair
 from msa_tiles.dsl.cutedsl.keys import Blocks
+from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.running import running_softmax
 from msa_tiles.dsl.cutedsl.scores import pick_float
+from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
-ELEMENT = "bfloat16"  # <- precision.multiply
+OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 48  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
 CTAS_PER_SM = 2
 TILES = 4
 AHEAD = 4  # LSE that a lane reads at a time, of each of its rows
-GROUP = 128  # threads of a warpgroup
-WARP = 32
-WARPS = GROUP // WARP
+WARPS = 4  # of the consumer warpgroup
+DECODERS = 3  # warps beside the producer's
 WARP_ROWS = 16  # of a tile
+TILE_ROWS = 64
+LEAST_ROWS = 8  # of a query in a tile
+MEETING, DECODERS_MEETING = 1, 2  # named barriers
 VALID_MASK = 255
 SUSPECT = -(1 << 31)  # in a word: look for what a query may not see
 NO_TURN = 1 << 30
 LOG2_E = 1.4426950408889634
 
 
-def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+def shared_attention(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    pages_per_block: int,
+    token_scales: int,  # % if "token_scales" in plan.variants
+):
     """Build the kernel for one head dim, block size and number of query heads per KV head.
 
     q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
@@ -67,8 +78,60 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     Returns the entry point and stand-ins for its arguments.
     """
-    kernel = SharedAttention(head_dim, block_size, group, pages_per_block)
+    kernel = SharedAttention(
+        head_dim,
+        block_size,
+        group,
+        pages_per_block,
+        token_scales=token_scales,  # % if "token_scales" in plan.variants
+    )
     return kernel, kernel.arguments()
+
+
+@declares
+def cta(head_dim, block_size, group, pages_per_block, **scales):
+    """What a thread block is made of."""
+    queries = TILE_ROWS // max(group, LEAST_ROWS)
+    element = key_value.multiplied("k", **scales)
+    ring = key_value.ring_parts(STAGES, producer="producer", decoder="decoder", readers="consumer", **scales)
+    return Table(
+        roles=(
+            Role(
+                "consumer", WARPS,
+                "S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial for every "
+                "slot of the rest, and the store of the rows", CONSUMER_REGISTERS,
+            ),
+            Role(
+                "producer", 1,
+                "reads what a tile consists of, loads its Q, K and V of each shared block, then partial results",
+                PRODUCER_REGISTERS,
+            ),
+            Role("decoder", DECODERS, "makes what the products read of stored K and V; else idle", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("tile", TILES, (lane("producer"),)),
+            Pipeline("q", 1, (lane("producer"),), (warps("consumer"),)),
+            *ring.pipelines,
+            Pipeline("done", 1, (warps("consumer"),)),
+        ),
+        buffers=(
+            buffer(
+                "queries", element, align=1024, note="laid out as msa_tiles.dsl.cutedsl.gather says",
+                rows=TILE_ROWS, head_dim=head_dim,
+            ),
+            buffer(
+                "ring", element, align=1024, note="swizzled by 128 bytes, in panels of 64 columns",
+                block_size=block_size, head_dim=head_dim, stages=STAGES,
+            ),
+            buffer(
+                "tiles", "int32", facts=2 + 2 * queries, tiles=TILES,
+                note="shared blocks, most slots of a query, slots of each query, last row of each query",
+            ),
+            buffer("tainted", "int32", head_dim=head_dim, note="the queries that see a value there that was taken out"),
+            buffer("again", "int32", warps=WARPS, note="the first turn to be taken once more"),
+            buffer("words", "int32", align=8, words=2, stages=STAGES, note="of the block whose K a stage holds"),
+        ),
+    )  # fmt: skip
 
 
 class Shared(NamedTuple):
@@ -85,6 +148,7 @@ class Shared(NamedTuple):
     tile_full: Any
     q_full: Any
     q_free: Any
+    landing: Any  # of the ring, where bytes are awaited
     full: Any
     free: Any
     done: Any
@@ -123,30 +187,16 @@ class Tile(NamedTuple):
     out_atom: Any
     out: Any
     lse: Any
-    scale_log2: Any
     member: Any  # this warp among those of its warpgroup
     lane: Any
 
 
 class SharedAttention:
-    """Warps
-      warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
-                    for every slot of the rest, and the store of the rows
-      warpgroup 1   its first warp is the producer: reads what a tile consists of, loads its Q, then K and V of each
-                    shared block, then the partial results of the rest
+    """
+    # <- cta
 
-    Pipelines (name: depth, arrivals)
-      tile_full: TILES, 1 producer lane; needs no counterpart: a tile takes a stage of the ring at least and TILES is
-                 more than STAGES, so that the producer never overwrites what is still to be read
-      q_full: 1, 1 producer lane + TMA bytes               q_free: 1, 1 lane of each consumer warp
-      full: STAGES, 1 producer lane + TMA bytes            free: STAGES, 1 lane of each consumer warp
-      done: 1, 1 lane of each consumer warp, once it has been through all tiles
-
-    Shared memory, tiles swizzled by 128 bytes
-      queries [64, head_dim]      ring [STAGES, block_size, head_dim]
-      tiles [TILES, (shared blocks, most slots of a query, slots of each query, last row of each query)]
-      tainted [head_dim, the queries that see a value there that was taken out]      again [WARPS, a turn]
-      words [STAGES, the two words of the block whose K a stage holds]      barriers
+    Tiles need no counterpart: a tile takes a stage of the ring at least and TILES is more than STAGES, so that the
+    producer never overwrites what is still to be read. `done` says that a warp has been through all tiles.
 
     A stage of the ring holds K of a block, then the next one its V, in panels of 64 columns. Behind the blocks come
     partial results, block_size // 64 slots of all rows a stage, laid out as msa_tiles.dsl.cutedsl.gather says: the rows
@@ -170,39 +220,37 @@ class SharedAttention:
     taken out of them, and queries that do see one get NaN in its column.
     """
 
-    def __init__(self, head_dim, block_size, group, pages_per_block):
-        self.element = ELEMENTS[ELEMENT]
+    def __init__(self, head_dim, block_size, group, pages_per_block, **scales):
+        self.cta = cta(head_dim, block_size, group, pages_per_block, **scales)
+        self.keys, self.values = (
+            key_value.InRing(name, self.cta, head_dim, block_size, pages_per_block, **scales) for name in "kv"
+        )
+        self.element = self.keys.element
         self.head_dim = head_dim
         self.block_size = block_size
         self.group = group
         self.rows = Rows(self.element, head_dim, group)
-        self.blocks = Blocks(self.element, head_dim, block_size, pages_per_block)
+        self.blocks = Blocks(self.values.element, head_dim, block_size, pages_per_block)
         self.queries = self.rows.tokens
         self.parts = block_size // ROWS  # slots of partial results in a stage
 
     def arguments(self):
-        """Stand-ins for cute.compile: 12 tensors, 3 scalars and the stream."""
+        """Stand-ins for cute.compile: tensors, 3 scalars and the stream."""
         total_q, q_heads, kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
         tiles, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
-        def keys():
-            shape = (cute.sym_int(), kv_heads, self.head_dim)
-            if self.blocks.pages_per_block:
-                shape = (cute.sym_int(), kv_heads, self.blocks.box_rows, self.head_dim)
-            return stand_in(self.element, *shape, align=tma.BYTES)
-
         return (
             stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
-            keys(),
-            keys(),
+            *self.keys.arguments(kv_heads),
+            *self.values.arguments(kv_heads),
             stand_in(Int32, cute.sym_int(), cute.sym_int()),
             stand_in(Int32, kv_heads, tiles, cute.sym_int(), 2),
             stand_in(Int32, kv_heads, tiles),
             stand_in(Int32, kv_heads, total_q),
             stand_in(Int32, total_q),
-            stand_in(self.element, window, topk, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(ELEMENTS[OUTPUT], window, topk, q_heads, self.head_dim, align=tma.BYTES),
             stand_in(Float32, window, topk, q_heads),
-            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(ELEMENTS[OUTPUT], total_q, q_heads, self.head_dim, align=tma.BYTES),
             stand_in(Float32, total_q, q_heads, last=cute.sym_int64()),
             Float32(0.0),
             Int32(0),
@@ -212,15 +260,32 @@ class SharedAttention:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, page_table: cute.Tensor, shared: cute.Tensor,
-        shared_counts: cute.Tensor, rest_counts: cute.Tensor, last_rows: cute.Tensor, partial_out: cute.Tensor,
-        partial_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, window_index: Int32,
-        num_ctas: Int32, stream,
-    ):  # fmt: skip
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,  # <- tensors of operands.key_value
+        v: cute.Tensor,  # <- tensors of operands.key_value
+        page_table: cute.Tensor,
+        shared: cute.Tensor,
+        shared_counts: cute.Tensor,
+        rest_counts: cute.Tensor,
+        last_rows: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        scale_log2: Float32,
+        window_index: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
         """Launch, as early as the kernel before allows. With flat keys any table will do."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        k_atom, mK = self.blocks.described(k)
-        v_atom, mV = self.blocks.described(v)
+        keys = self.keys.stored(
+            k,  # <- tensors of operands.key_value
+        )
+        values = self.values.stored(
+            v,  # <- tensors of operands.key_value
+        )
         q_atom, mQ = self.rows.atom(load, self.rows.described(q))
         # [window * topk, heads, dim]: TMA has no dimension to spare for the slots.
         window, topk, heads, dim = partial_out.shape
@@ -228,11 +293,11 @@ class SharedAttention:
         part_atom, mP = self.rows.atom(load, self.rows.described(cute.make_tensor(partial_out.iterator, flat)))
         out_atom, mO = self.rows.atom(cpasync.CopyBulkTensorTileS2GOp(), self.rows.described(out))
         self.kernel(
-            q_atom, mQ, k_atom, mK, v_atom, mV, part_atom, mP, out_atom, mO, page_table, shared, shared_counts,
-            rest_counts, last_rows, partial_lse, lse, scale_log2, window_index, num_ctas,
+            q_atom, mQ, keys, values, part_atom, mP, out_atom, mO, page_table, shared, shared_counts, rest_counts,
+            last_rows, partial_lse, lse, scale_log2, window_index, num_ctas,
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=(2 * GROUP, 1, 1),
+            block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=CTAS_PER_SM,
             # All of it, for two CTAs; unsaid, the compiler asks the GPU present how much there is.
             preferred_smem_carveout=100,
@@ -242,53 +307,58 @@ class SharedAttention:
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
-        mV: cute.Tensor, part_atom: cute.CopyAtom, mP: cute.Tensor, out_atom: cute.CopyAtom, mO: cute.Tensor,
-        page_table: cute.Tensor, shared: cute.Tensor, shared_counts: cute.Tensor, rest_counts: cute.Tensor,
-        last_rows: cute.Tensor, partial_lse: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, window_index: Int32,
-        num_ctas: Int32,
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k: tuple, v: tuple, part_atom: cute.CopyAtom, mP: cute.Tensor,
+        out_atom: cute.CopyAtom, mO: cute.Tensor, page_table: cute.Tensor, shared: cute.Tensor,
+        shared_counts: cute.Tensor, rest_counts: cute.Tensor, last_rows: cute.Tensor, partial_lse: cute.Tensor,
+        lse: cute.Tensor, scale_log2: Float32, window_index: Int32, num_ctas: Int32,
     ):  # fmt: skip
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        memory = self.allocate(SmemAllocator())
+        atoms = (q_atom, part_atom, out_atom, *self.keys.atoms(k), *self.values.atoms(v))
+        memory = self.allocate(SmemAllocator(), atoms)
         work = Work(shared, shared_counts, rest_counts, last_rows, partial_lse, window_index, num_ctas)
-        if warp_index >= WARPS:
+        producer, decoder = self.cta.first_warp("producer"), self.cta.first_warp("decoder")
+        if warp_index >= producer:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == WARPS:
-                self.produce(q_atom, mQ, k_atom, mK, v_atom, mV, part_atom, mP, page_table, memory, work)
+            if warp_index < decoder:
+                self.produce(q_atom, mQ, k, v, part_atom, mP, page_table, memory, work)
+            elif cutlass.const_expr(self.keys.decoded):
+                self.decode(memory, work, warp_index - decoder)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(out_atom, mO, memory, work, lse, scale_log2, warp_index)
+            self.consume(k, v, out_atom, mO, memory, work, lse, scale_log2, warp_index)
 
     @cute.jit
-    def allocate(self, memory: SmemAllocator):
+    def allocate(self, memory: SmemAllocator, atoms: tuple):
         """Shared memory, with barriers ready for use on return."""
         k_tiler = (ROWS, self.block_size, self.head_dim)
         v_tiler = (ROWS, self.head_dim, self.block_size)
         k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, k_tiler, self.element, STAGES)
-        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, self.element, STAGES)
-        q_layout = self.rows.tiles_layout(1)
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        values = cute.make_tensor(keys.iterator, v_layout.outer)
-        parts = cute.make_tensor(keys.iterator, self.rows.tiles_layout(STAGES * self.parts).outer)
+        v_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, v_tiler, self.values.element, STAGES)
         facts = 2 + 2 * self.queries
-        tiles = memory.allocate_tensor(Int32, cute.make_layout((TILES, facts), stride=(facts, 1)), 16)
-        tainted = memory.allocate_tensor(Int32, cute.make_layout((self.head_dim,)), 16)
-        again = memory.allocate_tensor(Int32, cute.make_layout((WARPS,)), 16)
-        words = memory.allocate_tensor(Int32, cute.make_layout((STAGES, 2), stride=(2, 1)), 8)
-        arrivals = [*[1] * TILES, 1, WARPS, *[1] * STAGES, *[WARPS] * STAGES, WARPS]
-        barriers = memory.allocate_array(Int64, len(arrivals))
-        if cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + i, arrivals[i])
-            for member in cutlass.range_constexpr(WARPS):
-                again[member] = Int32(NO_TURN)
-            cute.arch.mbarrier_init_fence()
-        if cute.arch.thread_idx()[0] < self.head_dim:
-            tainted[cute.arch.thread_idx()[0]] = Int32(0)
-        cute.arch.sync_threads()
-        later = (barriers + TILES + i for i in (0, 1, 2, 2 + STAGES, 2 + 2 * STAGES))
-        return Shared(queries, keys, values, parts, tiles, words, tainted, again, barriers, *later)
+        layouts = {
+            "queries": self.rows.tiles_layout(1),
+            "ring": k_layout,
+            "tiles": cute.make_layout((TILES, facts), stride=(facts, 1)),
+            "words": cute.make_layout((STAGES, 2), stride=(2, 1)),
+        }
+        found = make_buffers(self.cta, memory, layouts)
+        keys = found["ring"]
+        p_layout = self.rows.tiles_layout(STAGES * self.parts)
+        values, parts = (
+            cute.make_tensor(cute.recast_ptr(keys.iterator, layout.inner, dtype=element), layout.outer)
+            for layout, element in ((v_layout, self.values.element), (p_layout, ELEMENTS[OUTPUT]))
+        )
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < self.head_dim:
+            found["tainted"][thread] = Int32(0)
+        if thread < WARPS:
+            found["again"][thread] = Int32(NO_TURN)
+        barriers = make_barriers(self.cta, memory, atoms)
+        names = ("tile_full", "q_full", "q_free", self.keys.LANDING, "ring_full", "ring_free", "done_full")
+        return Shared(
+            found["queries"], keys, values, parts, found["tiles"], found["words"], found["tainted"], found["again"],
+            *(barriers + self.cta.place(name) for name in names),
+        )  # fmt: skip
 
     @cute.jit
     def find(self, work: Work, turn: Int32):
@@ -350,32 +420,35 @@ class SharedAttention:
 
     @cute.jit
     def load_block(
-        self, atom: cute.CopyAtom, keys: cute.Tensor, row: Int32, page: Int32, head: Int32, boxes: cute.Tensor,
-        full: cute.Pointer,
+        self, operand: cutlass.Constexpr, stored: tuple, row: Int32, page: Int32, head: Int32, shared: Shared,
+        boxes: cute.Tensor, stage: Int32,
     ):  # fmt: skip
         """As Blocks.load, with one page a lane: eight of them would be registers that the producer does not have."""
-        if cutlass.const_expr(self.blocks.pages_per_block == 0):
-            self.blocks.load(atom, keys, row, [], head, boxes, full)
+        blocks, keys, full = operand.blocks, stored.rows, shared.landing + stage
+        boxes = boxes[None, None, None, None, stage]
+        if cutlass.const_expr(blocks.pages_per_block == 0):
+            blocks.load(stored.atom, keys, row, [], head, boxes, full)
         else:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.blocks.block_bytes)
-            for p in cutlass.range_constexpr(self.blocks.pages_per_block):
+                cute.arch.mbarrier_arrive_and_expect_tx(full, blocks.block_bytes)
+            for p in cutlass.range_constexpr(blocks.pages_per_block):
                 of_page = keys[None, None, head, cute.arch.shuffle_sync(page, p)]
-                for panel in cutlass.range_constexpr(self.head_dim // tma.PANEL):
-                    tma.load_box(atom, of_page, Int32(0), panel, boxes[None, None, p, panel], full)
+                for panel in cutlass.range_constexpr(self.head_dim // blocks.panel):
+                    tma.load_box(stored.atom, of_page, Int32(0), panel, boxes[None, None, p, panel], full)
+        operand.load_scales(stored, row, page, head, self.tile_of(shared, stage), full)
+
+    def tile_of(self, shared, stage):
+        """Where a stage of the ring begins."""
+        return shared.keys.iterator + stage * (self.block_size * self.head_dim)
 
     @cute.jit
     def produce(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, v_atom: cute.CopyAtom,
-        mV: cute.Tensor, part_atom: cute.CopyAtom, mP: cute.Tensor, page_table: cute.Tensor, shared: Shared,
-        work: Work,
+        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k: tuple, v: tuple, part_atom: cute.CopyAtom, mP: cute.Tensor,
+        page_table: cute.Tensor, shared: Shared, work: Work,
     ):  # fmt: skip
         """The producer warp: one tile after the other, as fast as the ring takes them."""
         lane = cute.arch.lane_idx()
-        for atom in (q_atom, k_atom, v_atom, part_atom):
-            cpasync.prefetch_descriptor(atom)
-        shape = (self.blocks.box_rows, self.block_size, self.head_dim, STAGES)
-        blocks = tma.boxes(shared.keys, *shape)
+        k_boxes, v_boxes = self.keys.boxes(shared.keys, STAGES), self.values.boxes(shared.values, STAGES)
         parts = self.rows.boxes(shared.parts, STAGES * self.parts)
         queries = self.rows.boxes(shared.queries, 1)
         topk = Int32(work.partial_lse.shape[1])
@@ -423,12 +496,10 @@ class SharedAttention:
                     shared.words[stage, 0] = row
                     shared.words[stage, 1] = word
                 cute.arch.sync_warp()
-                boxes = blocks[None, None, None, None, stage]
-                self.load_block(k_atom, mK, row, page, head, boxes, shared.full + stage)
+                self.load_block(self.keys, k, row, page, head, shared, k_boxes, stage)
                 stage, phase = following(stage, phase, STAGES)
                 cute.arch.mbarrier_wait(shared.free + stage, phase)
-                boxes = blocks[None, None, None, None, stage]
-                self.load_block(v_atom, mV, row, page, head, boxes, shared.full + stage)
+                self.load_block(self.values, v, row, page, head, shared, v_boxes, stage)
                 stage, phase = following(stage, phase, STAGES)
             if turn == 0:
                 cute.arch.griddepcontrol_wait()
@@ -438,14 +509,46 @@ class SharedAttention:
                 if cutlass.const_expr(self.parts > 1):
                     rows = rows + count_bits(present[1])
                 cute.arch.mbarrier_wait(shared.free + stage, phase)
+                landing = shared.landing + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + stage, rows * self.rows.token_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(landing, rows * self.rows.token_bytes)
+                self.keys.skip_scales(landing)
                 for part in cutlass.range_constexpr(self.parts):
                     for r in cutlass.range_constexpr(self.queries):
                         if (present[part] >> r) & 1 != 0:
                             target = parts[None, None, None, None, None, r, stage * self.parts + part]
                             source = (token - first + r) * topk + m * self.parts + part
-                            self.load_rows(part_atom, mP, source, head, target, shared.full + stage)
+                            self.load_rows(part_atom, mP, source, head, target, landing)
+                stage, phase = following(stage, phase, STAGES)
+            turn = turn + 1
+            running = self.takes(work, turn - back)
+            if (not running) & (back == 0):
+                back = self.repeated(shared, turn)
+                running = back > 0
+
+    @cute.jit
+    def decode(self, shared: Shared, work: Work, member: Int32):
+        """A decoding warp: every stage as it comes; partial results are as they should be."""
+        lane = cute.arch.lane_idx()
+        stage = Int32(0)
+        phase = Int32(0)
+        turn = Int32(0)
+        back = Int32(0)
+        running = self.takes(work, turn)
+        while running:
+            entry = turn % TILES
+            cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
+            num = shared.tiles[entry, 0]
+            most = shared.tiles[entry, 1]
+            for _ in cutlass.range(num, unroll=1):
+                for operand in (self.keys, self.values):
+                    cute.arch.mbarrier_wait(shared.landing + stage, phase)
+                    operand.decode_tile(self.tile_of(shared, stage), lane, member, DECODERS, DECODERS_MEETING)
+                    arrive(shared.full + stage)
+                    stage, phase = following(stage, phase, STAGES)
+            for _ in cutlass.range((most + self.parts - 1) // self.parts, unroll=1):
+                cute.arch.mbarrier_wait(shared.landing + stage, phase)
+                arrive(shared.full + stage)
                 stage, phase = following(stage, phase, STAGES)
             turn = turn + 1
             running = self.takes(work, turn - back)
@@ -455,13 +558,12 @@ class SharedAttention:
 
     @cute.jit
     def consume(
-        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, work: Work, lse: cute.Tensor,
-        scale_log2: Float32, member: Int32,
+        self, k: tuple, v: tuple, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, work: Work,
+        lse: cute.Tensor, scale_log2: Float32, member: Int32,
     ):  # fmt: skip
         """A warp of the consumer."""
-        cpasync.prefetch_descriptor(out_atom)
         lane = cute.arch.lane_idx()
-        tile = self.prepare(out_atom, mO, shared, lse, scale_log2, member, lane)
+        tile = self.prepare(out_atom, mO, shared, lse, member, lane)
         # The stage of the ring that comes next and its phase; the one in which the last tile's rows are staged.
         stage = Int32(0)
         phase = Int32(0)
@@ -486,6 +588,8 @@ class SharedAttention:
                 for half in range(2)
             ]
             # On their way while the first product is made.
+            scale = self.keys.fold(scale_log2, k, head)
+            out_scale = self.values.of_head(v, head)
             logs = self.logs_from(tile, own, slots, Int32(0))
             used = stage
             if num > 0:
@@ -498,17 +602,20 @@ class SharedAttention:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             if staged >= 0:
                 arrive(shared.free + staged)
-            self.start(tile, logs, own, slots, most)
+            self.start(tile, scale, logs, own, slots, most)
             for _ in cutlass.range(num - 1, unroll=1):
-                stage, phase, used = self.step(False, shared, tile, entry, stage, phase, used)
+                stage, phase, used = self.step(False, shared, tile, scale, entry, stage, phase, used)
             if num > 0:
-                stage, phase, used = self.step(True, shared, tile, entry, stage, phase, used)
+                stage, phase, used = self.step(True, shared, tile, scale, entry, stage, phase, used)
+            if cutlass.const_expr(out_scale is not None):
+                for i in cutlass.range_constexpr(cute.size(tile.O)):
+                    tile.O[i] = tile.O[i] * out_scale
             for half in cutlass.range_constexpr(2):
                 tile.row_sum[half] = softmax.quad_sum(tile.row_sum[half])
             # Read again, for the sake of registers.
             most = shared.tiles[entry, 1]
-            stage, phase, staged = self.merge(shared, tile, own, slots, most, stage, phase)
-            self.emit(shared, tile, head, token, last, numbers, heads, staged, turn, back)
+            stage, phase, staged = self.merge(shared, tile, scale, own, slots, most, stage, phase)
+            self.emit(shared, tile, scale, head, token, last, numbers, heads, staged, turn, back)
             turn = turn + 1
             running = self.takes(work, turn - back)
             if (not running) & (back == 0):
@@ -522,14 +629,13 @@ class SharedAttention:
 
     @cute.jit
     def prepare(
-        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, lse: cute.Tensor, scale_log2: Float32,
-        member: Int32, lane: Int32,
-    ):  # fmt: skip
+        self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, lse: cute.Tensor, member: Int32, lane: Int32
+    ):
         """What does not change from tile to tile."""
         score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        weigh = wgmma.product(self.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element)
-        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element)
+        weigh = wgmma.product(self.values.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
         thread = member * WARP + lane
         staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
         reading = cute.make_tiled_copy_C(ldmatrix, weigh[0]).get_slice(thread)
@@ -540,7 +646,7 @@ class SharedAttention:
             wgmma.operand_b(score, shared.keys),
             wgmma.operand_b(weigh, shared.values),
             wgmma.accumulator(score, self.block_size),
-            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), self.element),
+            cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), self.values.element),
             wgmma.accumulator(weigh, self.head_dim),
             cute.make_rmem_tensor(2, Float32),
             cute.make_rmem_tensor(2, Float32),
@@ -552,7 +658,6 @@ class SharedAttention:
             out_atom,
             mO,
             lse,
-            scale_log2,
             member,
             lane,
         )
@@ -572,7 +677,7 @@ class SharedAttention:
         return logs
 
     @cute.jit
-    def start(self, tile: Tile, logs: cute.Tensor, own, slots, most: Int32):
+    def start(self, tile: Tile, scale_log2: Float32, logs: cute.Tensor, own, slots, most: Int32):
         """Row maxima of the slots' LSE, in units of scores, `logs` being those of the first ones; no sum yet, O = 0."""
         tile.row_max.fill(-Float32.inf)
         self.fold_logs(tile, logs)
@@ -580,7 +685,7 @@ class SharedAttention:
             self.fold_logs(tile, self.logs_from(tile, own, slots, first))
         for half in cutlass.range_constexpr(2):
             largest = softmax.quad_max(tile.row_max[half])
-            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / tile.scale_log2, softmax.LOWEST)
+            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / scale_log2, softmax.LOWEST)
             tile.row_sum[half] = Float32(0.0)
         tile.O.fill(0.0)
 
@@ -601,12 +706,13 @@ class SharedAttention:
 
     @cute.jit
     def step(
-        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, entry: Int32, stage: Int32, phase: Int32,
-        used: Int32,
+        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, scale_log2: Float32, entry: Int32, stage: Int32,
+        phase: Int32, used: Int32,
     ):  # fmt: skip
         """One block, its S under way from stage `used`, and the start of the next one's unless it is the last."""
         row, word = shared.words[used, 0], shared.words[used, 1]
         rescale = cute.make_rmem_tensor(2, Float32)
+        state = tile.row_max, tile.row_sum, rescale
         weights = cute.recast_tensor(tile.P, Int32)
         numbers = self.tokens_of(tile.member)
         warpgroup.wait_group(0)
@@ -623,10 +729,10 @@ class SharedAttention:
             weights.fill(0)
             rescale.fill(1.0)
         elif ballot(cutlass.min(rooms[0], rooms[1]) < self.block_size - 1) == 0:
-            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, None)
+            running_softmax(tile.S, weights, *state, scale_log2, None, self.values.element)
         else:
             rooms = [room - tile.lane % 4 * 2 for room in rooms]
-            running_softmax(tile.S, weights, tile.row_max, tile.row_sum, rescale, tile.scale_log2, rooms)
+            running_softmax(tile.S, weights, *state, scale_log2, rooms, self.values.element)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             tile.O[i] = tile.O[i] * rescale[i // 2 % 2]
         cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -637,8 +743,8 @@ class SharedAttention:
             thread = tile.member * WARP + tile.lane
             if word < 0:
                 self.take_out(shared, entry, values, row, word, thread)
-            self.blocks.clear_rows(values, valid & VALID_MASK, thread, GROUP)
-            cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+            self.blocks.clear_rows(values, valid & VALID_MASK, thread, WARPS * WARP)
+            cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)
         wgmma.multiply(tile.weigh, tile.O, tile.P, tile.values[None, None, None, stage])
         held = stage
         stage, phase = following(stage, phase, STAGES)
@@ -666,10 +772,12 @@ class SharedAttention:
             shared.tainted[thread] = seeing
 
     @cute.jit
-    def merge(self, shared: Shared, tile: Tile, own, slots, most: Int32, stage: Int32, phase: Int32):
+    def merge(
+        self, shared: Shared, tile: Tile, scale_log2: Float32, own, slots, most: Int32, stage: Int32, phase: Int32
+    ):
         """O += weight * partial of every slot, and the sum likewise. Returns the stage of the last ones too."""
         staged = stage
-        loaded = cute.make_rmem_tensor(tile.O.layout, self.element)
+        loaded = cute.make_rmem_tensor(tile.O.layout, ELEMENTS[OUTPUT])
         # [part, half]; they are read one stage ahead of need.
         logs = cute.make_rmem_tensor((self.parts, 2), Float32)
         weights = cute.make_rmem_tensor((self.parts, 2), Float32)
@@ -679,7 +787,7 @@ class SharedAttention:
                 arrive(shared.free + staged)
             for part in cutlass.range_constexpr(self.parts):
                 for half in cutlass.range_constexpr(2):
-                    shifted = logs[part, half] * LOG2_E - tile.row_max[half] * tile.scale_log2
+                    shifted = logs[part, half] * LOG2_E - tile.row_max[half] * scale_log2
                     weights[part, half] = cute.math.exp2(shifted, fastmath=True)
             self.read_logs(logs, own, slots, m + 1)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -722,8 +830,8 @@ class SharedAttention:
 
     @cute.jit
     def emit(
-        self, shared: Shared, tile: Tile, head: Int32, token: Int32, last: Int32, numbers, heads, staged: Int32,
-        turn: Int32, back: Int32,
+        self, shared: Shared, tile: Tile, scale_log2: Float32, head: Int32, token: Int32, last: Int32, numbers, heads,
+        staged: Int32, turn: Int32, back: Int32,
     ):  # fmt: skip
         """Normalise the rows, stage them in the stage of the last partial results, and send them on their way."""
         inverse = []
@@ -733,14 +841,14 @@ class SharedAttention:
             total = -Float32.inf
             if tile.row_sum[half] != 0.0:
                 scale = 1.0 / tile.row_sum[half]
-                total = softmax.log_sum(tile.row_max[half], tile.row_sum[half], tile.scale_log2)
+                total = softmax.log_sum(tile.row_max[half], tile.row_sum[half], scale_log2)
             inverse.append(scale)
             sums.append(total)
         scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             scaled[i] = tile.O[i] * inverse[i // 2 % 2]
-        rounded = cute.make_rmem_tensor(tile.O.layout, self.element)
-        rounded.store(scaled.load().to(self.element))
+        rounded = cute.make_rmem_tensor(tile.O.layout, ELEMENTS[OUTPUT])
+        rounded.store(scaled.load().to(ELEMENTS[OUTPUT]))
         self.note(shared, tile, rounded, (token + numbers[0] < last) & (heads[0] < self.group), turn)
         cute.arch.sync_warp()
         cute.copy(tile.staging, tile.staging.retile(rounded), tile.staged_rows[None, None, None, staged * self.parts])
@@ -777,14 +885,14 @@ class SharedAttention:
     def taint(self, shared: Shared, tile: Tile, staged: Int32):
         """NaN in the staged rows of this warp, in the columns where they see a value that was taken out."""
         # Until here other warps may note what their columns held, and from the second one on what comes next.
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)
         for i in cutlass.range(WARP_ROWS * self.head_dim // WARP, unroll=1):
             place = i * WARP + tile.lane
             row = tile.member * WARP_ROWS + place // self.head_dim
             column = place % self.head_dim
             if (shared.tainted[column] >> (row // self.rows.rows_per_token)) & 1 != 0:
-                shared.parts[row, column, staged * self.parts] = self.element(Float32.nan)
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+                shared.parts[row, column, staged * self.parts] = ELEMENTS[OUTPUT](Float32.nan)
+        cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)
         thread = tile.member * WARP + tile.lane
         if thread < self.head_dim:
             shared.tainted[thread] = Int32(0)
