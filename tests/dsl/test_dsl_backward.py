@@ -104,6 +104,8 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
     cutlass = types.SimpleNamespace(
         range=lambda *bounds, unroll=0: range(*bounds), range_constexpr=range, const_expr=bool, min=min, max=max,
         Constexpr=None,
+        BFloat16=None,
+        Float16=None,
     )  # fmt: skip
     cute = types.SimpleNamespace(
         arch=chip,

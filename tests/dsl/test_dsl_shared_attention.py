@@ -11,6 +11,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,19 @@ import warpgroups
 from warpgroups import POISON, Boxes, Chip, Fragment, Memory, Multiplications, Pair, Pairs, Writing
 from warps import Array, Deadlock, Pointer, load, motions
 
+from msa_tiles.dsl.cutedsl import table as vocabulary
+from msa_tiles.dsl.cutedsl.table import Table
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
+from msa_tiles.tables import constants_of
 
 KERNEL = generated_dir() / "cutedsl/sm90/shared_attention_bf16.py"
+DECODING = generated_dir() / "cutedsl/sm90/shared_attention_q16kv8.py"
 HELPERS = PACKAGE / "dsl/cutedsl"
 LANES, WARPS, TILE = 32, 2, 32
 HEAD_DIM, PANEL, ATOM = 16, 8, 8
 HEADS, TOPK, SCALE_LOG2 = 2, 6, 0.3
+OUT_SCALE = 0.7  # of values that are decoded
 TILES_OF_WINDOW = 3
 CUT, VALID_SHIFT = 1 << 8, 9
 
@@ -150,6 +156,7 @@ class Blocks(warpgroups.Blocks):
     def __init__(self, chip: Cta, block_size: int, pages: int) -> None:
         super().__init__(chip, block_size, HEAD_DIM)
         self.block_bytes = self.bytes
+        self.panel = PANEL
         self.pages_per_block = pages
         self.box_rows = block_size // max(pages, 1)
 
@@ -178,6 +185,58 @@ class Pages(Array):
     def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
         _, _, page, panel = index
         return self.values[page * self.box_rows :][: self.box_rows, panel * PANEL :][:, :PANEL, 0]
+
+
+class Operand:
+    """Blocks in the ring that need no decoding."""
+
+    LANDING = "ring_full"
+    decoded = False
+    element = float
+
+    def __init__(
+        self, chip: Cta, _name: str, _table: Any, _dim: int, block_size: int, pages: int, **_scales: int
+    ) -> None:
+        self.chip, self.blocks = chip, Blocks(chip, block_size, pages)
+
+    def atoms(self, _stored: Any) -> tuple[()]:
+        return ()
+
+    def boxes(self, tiles: Array, _stages: int) -> Stages:
+        return Stages(tiles, self.blocks.box_rows)
+
+    def load_scales(self, *_arguments: Any) -> None:
+        pass
+
+    skip_scales = load_scales
+
+    def fold(self, value: float, _stored: Any, _head: int) -> float:
+        return value
+
+    def of_head(self, _stored: Any, _head: int) -> Any:
+        return None
+
+
+class Decoded(Operand):
+    """Blocks that land beside the ring, from where decoding warps bring a share of rows each."""
+
+    LANDING = "raw_full"
+    decoded = True
+
+    def boxes(self, tiles: Array, _stages: int) -> Stages:
+        if not hasattr(self.chip, "raw"):
+            self.chip.raw, self.chip.tiles = Array(np.full(tiles.shape, np.nan)), tiles
+        return Stages(self.chip.raw, self.blocks.box_rows)
+
+    def decode_tile(self, tile: Pointer, lane: int, member: int, members: int, _meeting: int) -> None:
+        raw, tiles = self.chip.raw.values, self.chip.tiles.values
+        stage = tile.place // (raw.shape[0] * raw.shape[1])
+        if lane == 0:
+            tiles[member::members, :, stage] = raw[member::members, :, stage]
+            raw[member::members, :, stage] = np.nan
+
+    def of_head(self, _stored: Any, _head: int) -> float:
+        return OUT_SCALE
 
 
 class Turned(tuple):
@@ -215,7 +274,7 @@ def log2(value: float, fastmath: bool) -> float:
     return math.log2(value) if value > 0 else math.nan
 
 
-def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
+def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
     """The kernel's module, and the helpers it imports, over stand-ins."""
 
     def plain(function: Any) -> Any:
@@ -256,10 +315,27 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
             columns = slice(panel * PANEL, (panel + 1) * PANEL)
             bring(lambda: page.values[row:, columns], lambda found: np.copyto(target, found), full)
 
+    def make_buffers(table: Table, memory: Ring, layouts: dict[str, Any]) -> dict[str, Array]:
+        found = {}
+        for name, each in table.buffers.items():
+            layout = layouts.get(name, tuple(each.dims.values()))
+            shape = getattr(layout, "outer", layout)
+            found[name] = memory.allocate_tensor(int if each.element == "int32" else float, shape, each.align)
+        return found
+
+    def make_barriers(table: Table, memory: Ring, _atoms: tuple[()]) -> Pointer:
+        first = memory.allocate_array(None, len(table.barriers))
+        if chip.thread_idx()[0] == 0:
+            for i, (_, arrivals) in enumerate(table.barriers):
+                chip.mbarrier_init(first + i, arrivals)
+        chip.sync_threads()
+        return first
+
     float32 = type("Float32", (float,), {"inf": math.inf, "nan": math.nan})
     cutlass = types.SimpleNamespace(
         range=lambda *bounds, unroll=0: range(*bounds), range_constexpr=range, const_expr=bool, min=min, max=max,
-        Constexpr=None, Float32=float32, select_=lambda condition, value, other: value if condition else other,
+        Constexpr=None, BFloat16=float, Float16=None, Float32=float32,
+        select_=lambda condition, value, other: value if condition else other,
     )  # fmt: skip
     cute = types.SimpleNamespace(
         arch=chip,
@@ -269,6 +345,7 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         size=lambda tensor: tensor.values.size,
         make_layout=lambda shape, stride=None: shape,
         make_tensor=make_tensor,
+        recast_ptr=lambda pointer, _swizzle, dtype: pointer,
         make_rmem_tensor=make_rmem_tensor,
         recast_tensor=lambda fragment, _type: Pairs(fragment),
         make_copy_atom=lambda *_arguments: None,
@@ -281,7 +358,13 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
     scores = load(HELPERS / "scores.py", **names)
     folding = {name: scores[name] for name in ("pick_float", "fold")}
     softmax = load(HELPERS / "softmax.py", **names, **folding)
-    running = load(HELPERS / "running.py", **names, **folding, quad_max=softmax["quad_max"], round_pair=Pair)
+    running = load(
+        HELPERS / "running.py",
+        **names,
+        **folding,
+        quad_max=softmax["quad_max"],
+        round_pair=lambda low, high, _element: Pair(low, high),
+    )
     hidden = load(HELPERS / "hidden.py", **names)
     hidden["unbounded"] = lambda value: not math.isfinite(value)
     multiplications = Multiplications(chip)
@@ -316,15 +399,29 @@ def device_code(chip: Cta, shape: Shape, source: str | None) -> dict[str, Any]:
         ),
         "wgmma": multiplications,
         "SmemAllocator": lambda: Ring(chip),
+        "make_buffers": make_buffers,
+        "make_barriers": make_barriers,
+        **{
+            name: getattr(vocabulary, name)
+            for name in ("Pipeline", "Role", "Table", "buffer", "declares", "lane", "warps")
+        },
+        "WARP": LANES,
         "ELEMENTS": {"bfloat16": float},
         "EVICT_FIRST": 0,
         "Rows": lambda _element, _head_dim, group: Rows(chip, group),
         "Blocks": lambda _element, _head_dim, block_size, pages: Blocks(chip, block_size, pages),
         "ROWS": TILE,
     }
-    module = load(KERNEL, source=source, **names, **motions(**names))
+    decoding = kernel == DECODING
+    parts = constants_of(HELPERS / "operands" / ("e4m3.py" if decoding else "plain.py"))
+    operand = functools.partial(Decoded if decoding else Operand, chip)
+    operand.__dict__["LANDING"] = operand.func.LANDING
+    names["key_value"] = types.SimpleNamespace(
+        InRing=operand, multiplied=parts["multiplied"], ring_parts=parts["ring_parts"]
+    )
+    module = load(kernel, source=source, **names, **motions(**names))
     # Two rows of an accumulator a lane, and AHEAD so small that a query's slots take several rounds.
-    module.update(GROUP=WARPS * LANES, WARPS=WARPS, AHEAD=1)
+    module.update(WARPS=WARPS, DECODERS=WARPS - 1, TILE_ROWS=TILE, AHEAD=1)
     return module
 
 
@@ -473,19 +570,21 @@ def wanted(given: Problem, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attend(
-    given: Problem, shape: Shape, seed: int, num_ctas: int, source: str | None, spoilt: bool
+    given: Problem, shape: Shape, seed: int, num_ctas: int, source: str | None, spoilt: bool, file: Path = KERNEL
 ) -> tuple[np.ndarray, np.ndarray]:
     """Thread blocks one after another; none goes through its tiles twice without a reason."""
     out, lse = np.full(given.q.shape, np.nan), np.full(given.q.shape[:2], np.nan)
     for index in range(num_ctas):
         chip = Cta(index, seed + index)
-        module = device_code(chip, shape, source)
-        kernel = module["SharedAttention"](HEAD_DIM, shape.block_size, shape.group, shape.pages)
+        module = device_code(chip, source, file)
+        scales = {"token_scales": 0} if file == DECODING else {}
+        kernel = module["SharedAttention"](HEAD_DIM, shape.block_size, shape.group, shape.pages, **scales)
         flat = Guarded(given.partial_out.reshape(-1, *given.partial_out.shape[2:]), chip)
         q, k, v, page_table, shared, shared_counts, rest_counts, last_rows = (Array(tensor) for tensor in given[:8])
+        stored = (types.SimpleNamespace(atom=None, rows=rows) for rows in (k, v))
         arguments = (
-            None, q, None, k, None, v, None, flat, None, Guarded(out, chip), page_table, shared, shared_counts,
-            rest_counts, last_rows, Guarded(given.partial_lse, chip), Guarded(lse, chip), SCALE_LOG2, 1, num_ctas,
+            None, q, *stored, None, flat, None, Guarded(out, chip), page_table, shared, shared_counts, rest_counts,
+            last_rows, Guarded(given.partial_lse, chip), Guarded(lse, chip), SCALE_LOG2, 1, num_ctas,
         )  # fmt: skip
         chip.run(lambda kernel=kernel, arguments=arguments: kernel.kernel(*arguments))
         (again,) = (found.values for found in chip.allocated if isinstance(found, Array) and found.shape == (WARPS,))
@@ -500,9 +599,12 @@ def check(
     source: str | None = None,
     tiles: Sequence[tuple[int, tuple[int, ...]]] = TILES,
     spoilt: bool = False,
+    file: Path = KERNEL,
 ) -> None:
     given = problem(seed, shape, tiles, spoilt)
-    found = attend(given, shape, seed, num_ctas, source, spoilt)
+    found = attend(given, shape, seed, num_ctas, source, spoilt, file)
+    if file == DECODING:
+        given = given._replace(requests={start: (k, OUT_SCALE * v) for start, (k, v) in given.requests.items()})
     with np.errstate(invalid="ignore"):
         right = wanted(given, shape)
     # What is made of an infinite value that a query sees may be NaN.
@@ -533,6 +635,12 @@ def test_what_a_query_may_not_see_never_reaches_it(shape: Shape, num_ctas: int) 
     check(num_ctas, shape, num_ctas, spoilt=True)
 
 
+@pytest.mark.parametrize(("shape", "num_ctas"), [(Shape(), 1), (Shape(group=16, block_size=64, pages=2), 3)])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_blocks_are_decoded_before_they_are_multiplied(shape: Shape, num_ctas: int, spoilt: bool) -> None:
+    check(num_ctas, shape, num_ctas, spoilt=spoilt, file=DECODING)
+
+
 def test_tiles_of_one_stage_each_do_not_overtake() -> None:
     check(0, Shape(), tiles=SHORT)
 
@@ -545,8 +653,9 @@ SCORED = """        warpgroup.wait_group(0)
 """
 WEIGHED = "            warpgroup.wait_group(1)\n        arrive(shared.free + held)\n"
 WAIT = "cute.arch.mbarrier_wait(shared."
+CONSUMED = "\n            num = shared.tiles[entry, 0]\n            most = shared.tiles[entry, 1]\n            numbers"
 ANNOUNCED = "            if lane == 0:\n                cute.arch.mbarrier_arrive(shared.tile_full"
-MEETING = "cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)\n"
+MEETING = "cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)\n"
 DEPENDENCY = "            if turn == 0:\n                cute.arch.griddepcontrol_wait()\n"
 
 
@@ -608,8 +717,10 @@ FAULTS = {
         "            if m > 0:\n                arrive(shared.free + staged)\n            for part",
         "            arrive(shared.free + stage)\n            for part",
     ),
-    "a tile is waited for with the wrong parity": Fault("(turn // TILES) & 1)", "(turn // TILES + 1) & 1)"),
-    "a tile is not waited for": Fault(f"{WAIT}tile_full + entry, (turn // TILES) & 1)", "pass"),
+    "a tile is waited for with the wrong parity": Fault(
+        f"(turn // TILES) & 1){CONSUMED}", f"(turn // TILES + 1) & 1){CONSUMED}"
+    ),
+    "a tile is not waited for": Fault(f"{WAIT}tile_full + entry, (turn // TILES) & 1){CONSUMED}", f"pass{CONSUMED}"),
     "a tile is announced before all lanes have written it": Fault(
         f"            cute.arch.sync_warp()\n{ANNOUNCED}",
         ANNOUNCED,
@@ -622,7 +733,7 @@ FAULTS = {
         f"{WAIT}full + stage, phase)\n            for part", "pass\n            for part"
     ),
     "partial results overwrite what is read": Fault(
-        f"{WAIT}free + stage, phase)\n                with", "pass\n                with"
+        f"{WAIT}free + stage, phase)\n                landing", "pass\n                landing"
     ),
     "fewer bytes of Q are expected": Fault(
         "self.queries * self.rows.token_bytes", "(self.queries - 1) * self.rows.token_bytes"
@@ -640,7 +751,7 @@ FAULTS = {
     ),
     "rows past the end are multiplied": Fault("if valid < self.block_size:", "if valid < 0:"),
     "rows past the end are multiplied before others cleared them": Fault(
-        f"GROUP)\n            {MEETING}", "GROUP)\n            pass\n"
+        f"WARPS * WARP)\n            {MEETING}", "WARPS * WARP)\n            pass\n"
     ),
     "queries see what they have not selected": Fault("pick((word >> numbers[half]) & 1 != 0,", "pick(True,"),
     "queries see past their last row": Fault("end - row, -1)", "999, -1)"),

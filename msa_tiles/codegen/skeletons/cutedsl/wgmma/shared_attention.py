@@ -448,7 +448,7 @@ class SharedAttention:
     ):  # fmt: skip
         """The producer warp: one tile after the other, as fast as the ring takes them."""
         lane = cute.arch.lane_idx()
-        k_boxes, v_boxes = self.keys.boxes(shared.keys, STAGES), self.values.boxes(shared.values, STAGES)
+        k_boxes, v_boxes = self.keys.boxes(shared.keys, STAGES), self.values.boxes(shared.keys, STAGES)
         parts = self.rows.boxes(shared.parts, STAGES * self.parts)
         queries = self.rows.boxes(shared.queries, 1)
         topk = Int32(work.partial_lse.shape[1])
