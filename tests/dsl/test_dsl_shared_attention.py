@@ -362,7 +362,7 @@ def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
         HELPERS / "running.py",
         **names,
         **folding,
-        quad_max=softmax["quad_max"],
+        quad_maxima=softmax["quad_maxima"],
         round_pair=lambda low, high, _element: Pair(low, high),
     )
     hidden = load(HELPERS / "hidden.py", **names)

@@ -6,7 +6,7 @@ from cutlass import Float32
 
 from msa_tiles.dsl.cutedsl.gradients import round_pair
 from msa_tiles.dsl.cutedsl.scores import fold, pick_float
-from msa_tiles.dsl.cutedsl.softmax import quad_max
+from msa_tiles.dsl.cutedsl.softmax import quad_maxima
 
 
 @cute.jit
@@ -29,8 +29,8 @@ def running_softmax(
         shift = {}
         # Two chains a row, so that one addition need not wait for the last.
         sums = {}
+        quad_maxima(row_max, halves)
         for half in halves:
-            row_max[half] = quad_max(row_max[half])
             rescale[half] = cute.math.exp2((before[half] - row_max[half]) * scale_log2, fastmath=True)
             shift[half] = row_max[half] * scale_log2
             sums[half] = [row_sum[half] * rescale[half], Float32(0.0)]

@@ -60,6 +60,15 @@ def quad_max(value: Float32) -> Float32:
 
 
 @cute.jit
+def quad_maxima(values: cute.Tensor, halves: cutlass.Constexpr):
+    """`quad_max` of the values of some halves, whose shuffles do not wait for each other."""
+    for distance in cutlass.range_constexpr(1, 3):
+        others = [cute.arch.shuffle_sync_bfly(values[half], distance) for half in halves]
+        for half in cutlass.range_constexpr(len(halves)):
+            values[halves[half]] = cute.arch.fmax(values[halves[half]], others[half])
+
+
+@cute.jit
 def quad_sum(value: Float32) -> Float32:
     """The sum over the four lanes that share a row."""
     value = value + cute.arch.shuffle_sync_bfly(value, 1)

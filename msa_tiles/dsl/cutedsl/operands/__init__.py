@@ -28,6 +28,22 @@ products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
             factors(held, stage, phase, first_row)   those of rows first_row + 64 m + 8 half, number 2 m + half, or None
                                     where no row has its own; before `take`
 
+`Right(name, table, head_dim, block_size, pages_per_block, **scales)` is the right side of products of 64-row tiles,
+read by several warpgroups: K, or V by the name "v".
+right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspected, **scales) are pipelines and buffers;
+`keeper` is a warp that blocks pass through where something is to be done with them: decoding, or with `inspected`,
+what the kernel does with blocks that are seen in part.
+  Storage   as above; `held(…)` has the tile, and who reads it waits for `full` and arrives at `free`
+  Producer  load(…, parity, inspected), and end_of_loads behind the last block
+  Keeper    bring(…) until a block is ready but for the inspection, then pass_on; end_of_tasks behind the last block
+  Scales    fold, and of_head(stored, head): what outputs are multiplied with, or None
+
+`InRing(…)` is that in a ring of tiles of 16 bits that belongs to the kernel, and also holds other things.
+ring_parts(stages, *, producer, decoder, readers, **scales) are the ring's pipelines.
+  LANDING   the barriers at which the bytes of a stage are awaited first
+  decoded   whether decoding warps pass each stage on: decode_tile, then an arrival at ring_full
+  boxes     where TMA writes; load_scales beside it, and skip_scales for a stage that holds something else
+
 Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
 be anything, so that the caller chooses before it adds.
 
