@@ -337,6 +337,8 @@ class SparseAttention:
                 running = Int32(0)
                 if lane == 0:
                     shared.tasks[parity, 1] = Int32(-1)
+                    # Consumers read scales of a head before they know that they need none.
+                    shared.tasks[parity, 2] = Int32(0)
             if lane == 0:
                 cute.arch.mbarrier_arrive(shared.task_full + parity)
             if running > 0:
