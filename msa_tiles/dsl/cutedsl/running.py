@@ -14,9 +14,8 @@ def running_softmax(
     scores: cute.Tensor, rounded: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor,
     scale_log2: Float32, rooms, element: cutlass.Constexpr,
 ):  # fmt: skip
-    """rounded = exp2((scores - row_max) * scale_log2), two keys in an int, with row_max the largest score so far.
+    """rounded = exp2((scores - row_max) * scale_log2), two keys of `element` in an int; row_max is the largest so far.
 
-    Rounded to `element`, bfloat16 or float16.
     row_max [2] goes on from what it holds, LOWEST or more, and rescale [2] is what earlier exponentials have to be
     multiplied with. row_sum [2] is the lane's share of the sum: it is rescaled, and grows by this tile's columns of the
     lane before they are rounded. rooms[half] is the last column that a row sees, less the lane's first column, or None
