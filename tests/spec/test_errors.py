@@ -11,6 +11,7 @@ from msa_tiles import paths
 from msa_tiles.spec import SpecError, load
 
 ATTENTION = "operators/sparse_attention.yaml"
+BACKWARD = "operators/sparse_attention_backward.yaml"
 SELECT = "operators/select_blocks.yaml"
 TOPK = "operators/topk_select.yaml"
 SM90 = "targets/sm90.yaml"
@@ -62,12 +63,13 @@ MISTAKES = {
     "dim with the name of a quantity":
         (ATTENTION, "  topk: runtime", "  visible_keys: runtime", 0, "a roofline quantity"),
     "variants of unlisted dims":
-        (ATTENTION, "exact: [head_dim, block_size, group, pages_per_block]", "exact: [head_dim]", -1,
+        (ATTENTION, "exact: [head_dim, block_size, group, pages_per_block, token_scales]", "exact: [head_dim]", -1,
          "must name each of head_dim"),
     "variant point out of range":
         (ATTENTION, "block_size: 64, group: 8,", "block_size: 96, group: 8,", 0, "block_size 96 is none of its"),
     "variant point twice":
-        (ATTENTION, "block_size: 64, group: 8, pages_per_block: 1}", "block_size: 128, group: 16, pages_per_block: 0}",
+        (ATTENTION, "block_size: 64, group: 8, pages_per_block: 1, token_scales: 1}",
+         "block_size: 128, group: 16, pages_per_block: 0, token_scales: 0}",
          0, "stands twice in variants.ci"),
     "pair of values that never meets":
         (SELECT, "    - {head_dim: 128, block_size: 64, topk: 64, heads_per_group: 4, pages_per_block: 8, "
@@ -101,7 +103,7 @@ MISTAKES = {
          "sm90 simt cannot compute 'bfloat16'; it multiplies float32, int32"),
     "element that stands in the precision":
         (ATTENTION, "    mma: wgmma", "    compute: bfloat16\n    mma: wgmma", 0, "must be one of float32, int32"),
-    "no tolerance": (ATTENTION, "precisions: [bf16]", "precisions: [q16kv8]", 0, "states no tolerance for q16kv8"),
+    "no tolerance": (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0, "states no tolerance for q16kv8"),
     "precision without what the operator reads":
         (SELECT, "precisions: [bf16]", "precisions: [q16kv8]", 0, "q16kv8 has no index_key, which select_blocks reads"),
     "no target at all": (ATTENTION, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),

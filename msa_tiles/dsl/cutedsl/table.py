@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 WARP = 32
 BARRIER_BYTES = 8
+WIDTH = 116  # of a line of a docstring
 LANE, EACH_WARP, EACH_THREAD = "1 lane", "1 lane of each warp", "every thread"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -206,7 +207,17 @@ def describe(tables: list[Table]) -> list[str]:
         note = f", {each.note}" if each.note else ""
         dims = ", ".join(each.dims)
         lines.append(f"  {name} [{dims}] {each.element}{note}{_some(tables, 'buffers', name)}")
-    return [*lines, "  barriers"]
+    lines.append("  barriers")
+    return [part for line in lines for part in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line, cut between words where it is too long."""
+    parts = [line]
+    while len(parts[-1]) > WIDTH:
+        cut = parts[-1].rindex(" ", 0, WIDTH + 1)
+        parts[-1:] = [parts[-1][:cut], " " * 6 + parts[-1][cut + 1 :]]
+    return parts
 
 
 def _told(arrival: Arrival) -> str:
