@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -109,6 +110,15 @@ def test_another_toolchain_is_another_digest(dsl: str, monkeypatch: pytest.Monke
     after = {cell["id"]: cell["digest"] for cell in codegen.produce(SPECS).index["cells"]}
     changed = {cell for cell, digest in after.items() if digest != before[cell]}
     assert changed == {plan.cell for plan in GENERATED.plans if plan.dsl == dsl}
+
+
+def test_another_architecture_is_another_digest() -> None:
+    """Of the cells of its target, and of no other: what ran was compiled for something else."""
+    before = {cell["id"]: cell["digest"] for cell in GENERATED.index["cells"]}
+    targets = {**SPECS.targets, "sm100": dataclasses.replace(SPECS.targets["sm100"], arch="sm_100f")}
+    made = codegen.produce(dataclasses.replace(SPECS, targets=targets))
+    changed = {cell["id"] for cell in made.index["cells"] if cell["digest"] != before[cell["id"]]}
+    assert changed == {plan.cell for plan in GENERATED.plans if plan.target == "sm100"}
 
 
 @pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
