@@ -83,7 +83,8 @@ def test_what_a_docstring_says() -> None:
         "Pipelines",
         "  once: 1 deep, full by every thread of reader, freed by nobody (some variants)",
         "  ring: 3 deep, full by 1 lane of loader + every thread of loader + bytes of tiles, freed by 1 lane of each "
-        "warp of reader",
+        "warp of",
+        "      reader",
         "",
         "Shared memory",
         "  raw [columns] float8_e4m3fn (some variants)",
