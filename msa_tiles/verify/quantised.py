@@ -20,14 +20,19 @@ def loud_head(source: Source, num_heads: int) -> Tensor:
     return torch.where(torch.arange(num_heads, device=source.device) == loud, 1.0, 1.0 / LOUD)
 
 
-def index_scales(source: Source, dims: Mapping[str, int], lengths: Lengths, strided: bool) -> dict[str, Tensor]:
+def index_scales(
+    source: Source, dims: Mapping[str, int], lengths: Lengths, strided: bool, loud: bool = True
+) -> dict[str, Tensor]:
     """q_scale and k_scale of a call on quantised queries and keys of the indexer.
 
     `strided` calls have a scale for every query and head, others one for each head; every key has one at points with
-    key_scales, and elsewhere all together where the call is not `strided`. One head is 1024 times as loud.
+    key_scales, and elsewhere all together where the call is not `strided`. With `loud` one head is 1024 times as loud:
+    it decides for its whole group, whatever the scales of the other heads.
     """
     num_heads, total_q = dims["num_index_heads"], dims["total_q"]
-    q_scale = source.scales((total_q, num_heads) if strided else (num_heads,)) * loud_head(source, num_heads)
+    q_scale = source.scales((total_q, num_heads) if strided else (num_heads,))
+    if loud:
+        q_scale = q_scale * loud_head(source, num_heads)
     scales = {"q_scale": spread(q_scale) if strided else q_scale}
     if dims["key_scales"]:
         pages = dims["pages_per_block"]

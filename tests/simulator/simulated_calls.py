@@ -323,6 +323,7 @@ def select_blocks(
     local_blocks: int = 1,
     order: int = 0,
     precision: str = "bf16",
+    loud: bool = True,
     **scaled: int,
 ) -> None:
     """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
@@ -338,7 +339,7 @@ def select_blocks(
     if dtype == FP8:
         variant |= scaled
         sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
-        scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided)
+        scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided, loud)
     operands = Index(idx_q, idx_k, Where(), scales.get("q_scale"), scales.get("k_scale"))
     given = kernel_scales(operands, heads_per_group, at.cu_seqlens_q)
     tensors = (idx_q, idx_k, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
