@@ -29,8 +29,8 @@ class Stored(NamedTuple):
 
 
 class Held(NamedTuple):
-    """In shared memory: the ring as it is stored, its barriers, and the decoded tile [1, block_size, head_dim]; with
-    token_scales the scales of the tile, [1, block_size], and those on their way, which each thread keeps itself where
+    """In shared memory: the ring as it is stored, its barriers, and the decoded tiles, [1, block_size, head_dim] of its
+    own or what it was given; with token_scales the scales of the tile, [1, block_size], and those on their way, which each thread keeps itself where
     the ring has one stage.
     """
 
@@ -44,13 +44,13 @@ class Held(NamedTuple):
 class Operand:
     """See msa_tiles.dsl.tilelang.operands."""
 
-    def __init__(self, name, head_dim, block_size, pages_per_block, token_scales):
+    def __init__(self, name, head_dim, block_size, pages_per_block, element=None, *, token_scales):
         self.name = name
         self.head_dim = head_dim
         self.block_size = block_size
         self.pages_per_block = pages_per_block
         self.token_scales = token_scales
-        self.element = "bfloat16" if name == "k" or token_scales else "float16"
+        self.element = element or ("bfloat16" if name == "k" or token_scales else "float16")
 
     def tensor(self, heads):
         """[total_k, heads, head_dim], or [pages, heads, page, head_dim] with pages_per_block > 0."""
@@ -78,11 +78,12 @@ class Operand:
         return value if self.token_scales else value * stored.scales[head]
 
 
-def allocate(operand, stages):
+def allocate(operand, stages, tiles=None):
     shape = [operand.block_size, operand.head_dim]
     raw = T.alloc_shared([stages, *shape], STORED)
     landed = T.alloc_barrier(arrive_count=[128] * stages)
-    tiles = T.alloc_shared([1, *shape], operand.element)
+    if tiles is None:
+        tiles = T.alloc_shared([1, *shape], operand.element)
     scales = coming = None
     if operand.token_scales:
         scales = T.alloc_shared([1, operand.block_size], "float32", scope="shared")
@@ -138,9 +139,9 @@ def fill(operand, stored, page_table, row, head, held, full, place, stage, phase
     T.barrier_wait(held.landed[stage], phase)
     for j, c in T.Parallel(operand.block_size, operand.head_dim):
         if operand.element == "float16":
-            held.tiles[0, j, c] = T.cast(held.raw[stage, j, c], "float16")
+            held.tiles[place, j, c] = T.cast(held.raw[stage, j, c], "float16")
         else:
-            held.tiles[0, j, c] = T.cast(T.cast(held.raw[stage, j, c], "float32"), "bfloat16")
+            held.tiles[place, j, c] = T.cast(T.cast(held.raw[stage, j, c], "float32"), "bfloat16")
     if operand.token_scales:
         own = thread % operand.block_size
         if len(held.coming.shape) == 1:

@@ -28,7 +28,8 @@ class Operand:
 
     element = "bfloat16"
 
-    def __init__(self, name, head_dim, block_size, pages_per_block):
+    def __init__(self, name, head_dim, block_size, pages_per_block, element=None):
+        assert element in (None, self.element)
         self.name = name
         self.head_dim = head_dim
         self.block_size = block_size
@@ -46,8 +47,10 @@ class Operand:
         return value
 
 
-def allocate(operand, stages):
-    return Held(T.alloc_shared([stages, operand.block_size, operand.head_dim], operand.element))
+def allocate(operand, stages, tiles=None):
+    if tiles is None:
+        tiles = T.alloc_shared([stages, operand.block_size, operand.head_dim], operand.element)
+    return Held(tiles)
 
 
 @T.macro

@@ -43,12 +43,12 @@ The fields of the `shared` words are those that the split_selection kernel docum
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out, unbounded
-from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.softmax import LOWEST
-from msa_tiles.dsl.tilelang.stages import advance, load_stage
+from msa_tiles.dsl.tilelang.stages import advance, clear_rows
 
-ELEMENT = "bfloat16"  # <- precision.multiply
+ELEMENT = "bfloat16"  # <- precision.output
 STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 48  # <- tile.producer_registers
 CONSUMER_REGISTERS = 208  # <- tile.consumer_registers
@@ -72,7 +72,13 @@ def first_again(noted):
     return T.min(T.min(noted[0], noted[1]), T.min(noted[2], noted[3]))
 
 
-def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
+def shared_attention(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    pages_per_block: int,
+    token_scales: int,  # % if "token_scales" in plan.variants
+):
     """Build the kernel for one head dim, block size and number of query heads per KV head.
 
     q [total_q, num_q_heads, head_dim], k and v [total_k, num_kv_heads, head_dim], or [pages, num_kv_heads, page,
@@ -95,14 +101,28 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
     num_tiles, capacity, window, topk = T.dynamic("num_tiles, capacity, window, topk")
     q_token, q_head = strides("q_token, q_head")
     out_token, out_head, lse_token, lse_head = strides("out_token, out_head, lse_token, lse_head")
-    k_shape, k_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "k")
-    v_shape, v_strides = block_keys(num_kv_heads, head_dim, block_size, pages_per_block, "v")
+    # Both in the element of the partial results, with which they share the ring.
+    keys, values = (
+        key_value.Operand(
+            name, head_dim, block_size, pages_per_block, ELEMENT,
+            token_scales=token_scales,  # % if "token_scales" in plan.variants
+        )
+        for name in "kv"
+    )  # fmt: skip
+
+    @T.macro
+    def begin(operand, stored, page_table, shared, head, tile, u, held, thread):
+        """Start the way of a shared block."""
+        rows = shared[head, tile, u, 1] >> VALID_SHIFT
+        key_value.start(operand, stored, page_table, shared[head, tile, u, 0], head, held, 0, rows, thread)
 
     @T.prim_func
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        k: T.StridedTensor(k_shape, k_strides, ELEMENT),
-        v: T.StridedTensor(v_shape, v_strides, ELEMENT),
+        k: keys.tensor(num_kv_heads),
+        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v: values.tensor(num_kv_heads),
+        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         shared: T.Tensor((num_kv_heads, num_tiles, capacity, 2), "int32"),
         shared_counts: T.Tensor((num_kv_heads, num_tiles), "int32"),
@@ -120,6 +140,14 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             T.annotate_min_blocks_per_sm(2)
             Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
             ring = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+            K_shared = key_value.allocate(keys, 1, ring)
+            V_shared = key_value.allocate(values, 1, ring)
+            stored_k = key_value.Stored(
+                k,  # <- tensors of operands.key_value
+            )
+            stored_v = key_value.Stored(
+                v,  # <- tensors of operands.key_value
+            )
             # Number of shared blocks, most slots of a query; of each query its slots and its last row.
             tile_shared = T.alloc_shared([TILES, 2 + 2 * queries], "int32", scope="shared")
             tile_full = T.alloc_barrier(arrive_count=[128] * TILES)
@@ -156,6 +184,8 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
             q_phase = 0
             if tx >= 128:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                landed_phase = T.alloc_var("int32")
+                landed_phase = 0
                 # Four counts a word: the producer has few registers.
                 slots = T.alloc_local([queries // 4], "int32")
                 while place < end:
@@ -199,20 +229,35 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                 )
                         T.barrier_arrive(q_full)
                         q_phase = q_phase ^ 1
+                    if key_value.STARTS:
+                        if num > 0:
+                            begin(keys, stored_k, page_table, shared, head, tile, 0, K_shared, tx - 128)
+                            begin(values, stored_v, page_table, shared, head, tile, 0, V_shared, tx - 128)
                     for u in T.serial(num):
                         key_row = shared[head, tile, u, 0]
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
-                        load_stage(
-                            k, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
+                        key_value.fill(
+                            keys, stored_k, page_table, key_row, head, K_shared, full, at[0], 0, landed_phase, tx - 128
                         )
                         T.barrier_arrive(full[at[0]])
                         advance(at, STAGES)
+                        if key_value.STARTS:
+                            # All threads are done with the bytes.
+                            T.sync_threads(7, 128)
+                            if u + 1 < num:
+                                begin(keys, stored_k, page_table, shared, head, tile, u + 1, K_shared, tx - 128)
                         T.barrier_wait(free[at[0]], at[1] ^ 1)
-                        load_stage(
-                            v, page_table, key_row, head, ring, full, at[0], block_size, head_dim, pages_per_block
-                        )
+                        key_value.fill(
+                            values, stored_v, page_table, key_row, head, V_shared, full, at[0], 0, landed_phase,
+                            tx - 128,
+                        )  # fmt: skip
                         T.barrier_arrive(full[at[0]])
                         advance(at, STAGES)
+                        if key_value.STARTS:
+                            T.sync_threads(7, 128)
+                            if u + 1 < num:
+                                begin(values, stored_v, page_table, shared, head, tile, u + 1, V_shared, tx - 128)
+                            landed_phase = landed_phase ^ 1
                     if turn == 0:
                         T.pdl_sync()
                     for m in T.serial(T.ceildiv(most, parts)):
@@ -276,6 +321,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     T.barrier_wait(tile_full[turn % TILES], (turn // TILES) & 1)
                     num = tile_shared[turn % TILES, 0]
                     most = tile_shared[turn % TILES, 1]
+                    factor = keys.fold(scale_log2, stored_k, head)
                     if num > 0:
                         T.barrier_wait(q_full, q_phase)
                         q_phase = q_phase ^ 1
@@ -309,7 +355,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         ],
                                     )
                     for i in T.Parallel(ROWS):
-                        row_max[i] = T.max(row_max[i] * LOG2_E / scale_log2, LOWEST)
+                        row_max[i] = T.max(row_max[i] * LOG2_E / factor, LOWEST)
                     T.fill(O, 0.0)
                     T.fill(row_sum, 0.0)
                     seeing = 0
@@ -317,6 +363,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         key_row = shared[head, tile, u, 0]
                         word = shared[head, tile, u, 1]
                         T.wait_wgmma(0)
+                        key_value.weigh(keys, K_shared, S, ROWS)
                         T.barrier_arrive(free[k_stage])
                         if u == num - 1:
                             T.barrier_arrive(q_free)
@@ -330,23 +377,18 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.copy(row_max, before)
                         T.reduce_max(S, row_max, dim=1, clear=False)
                         for i in T.Parallel(ROWS):
-                            scale[i] = T.exp2((before[i] - row_max[i]) * scale_log2)
+                            scale[i] = T.exp2((before[i] - row_max[i]) * factor)
                         for i, j in T.Parallel(ROWS, block_size):
-                            S[i, j] = T.exp2(S[i, j] * scale_log2 - row_max[i] * scale_log2)
+                            S[i, j] = T.exp2(S[i, j] * factor - row_max[i] * factor)
                         T.reduce_sum(S, block_sum, dim=1)
                         for i in T.Parallel(ROWS):
                             row_sum[i] = row_sum[i] * scale[i] + block_sum[i]
-                        T.copy(S, P)
                         for i, j in T.Parallel(ROWS, head_dim):
                             O[i, j] = O[i, j] * scale[i]
                         T.barrier_wait(full[at[0]], at[1])
-                        if (word >> VALID_SHIFT) < block_size:
-                            # Rows past the request's end may hold NaN, and 0 * NaN would reach O.
-                            for i, j in T.Parallel(block_size, head_dim):
-                                if i >= (word >> VALID_SHIFT):
-                                    ring[at[0], i, j] = 0
-                            T.fence_proxy_async()
-                            T.sync_threads(8, 128)
+                        key_value.weigh(values, V_shared, S, ROWS)
+                        T.copy(S, P)
+                        clear_rows(ring, at[0], word >> VALID_SHIFT, 8)
                         if again > 0 and (word & CUT) != 0:
                             find_unbounded(ring, at[0], tx, word >> VALID_SHIFT, first)
                             take_out(ring, at[0], tx, word >> VALID_SHIFT, 0, 1)
@@ -370,6 +412,9 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         T.barrier_arrive(free[v_stage])
                     # Nothing is under way any more, but the compiler only sees it here where a tile has no blocks.
                     T.wait_wgmma(0)
+                    if key_value.STARTS:
+                        for i, j in T.Parallel(ROWS, head_dim):
+                            O[i, j] = values.fold(O[i, j], stored_v, head)
                     for m in T.serial(T.ceildiv(most, parts)):
                         if m > 0:
                             T.barrier_arrive(free[staged])
@@ -384,7 +429,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         head * group + i % rows_per_query,
                                     ]
                                     * LOG2_E
-                                    - row_max[i] * scale_log2
+                                    - row_max[i] * factor
                                 )
                             if m * parts + parts - 1 < row_slots[i]:
                                 before[i] = T.exp2(
@@ -394,7 +439,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                         head * group + i % rows_per_query,
                                     ]
                                     * LOG2_E
-                                    - row_max[i] * scale_log2
+                                    - row_max[i] * factor
                                 )
                         T.barrier_wait(full[at[0]], at[1])
                         for part in T.unroll(parts):
@@ -413,7 +458,7 @@ def shared_attention(head_dim: int, block_size: int, group: int, pages_per_block
                         if token + i // rows_per_query < window_last and i % rows_per_query < group:
                             lse[token + i // rows_per_query, head * group + i % rows_per_query] = T.if_then_else(
                                 row_sum[i] != 0.0,
-                                (row_max[i] * scale_log2 + T.log2(row_sum[i])) * LN_2,
+                                (row_max[i] * factor + T.log2(row_sum[i])) * LN_2,
                                 -T.infinity("float32"),
                             )
                     for i in T.Parallel(ROWS):
