@@ -107,7 +107,9 @@ class Call:
         Those of tokens lie as `place` has laid the keys; what belongs to no key is NaN.
         """
         if not token_scales:
-            return self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [1000.0])
+            # Among spoilt elements none: weights would be 0, which drop what they belong to.
+            last = 1000.0 if self.spoilt is None else 1.0
+            return self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [last])
         scales = self.source.scales((self.total_k, heads))
         if not self.pages_per_block:
             self.poison_behind(scales)

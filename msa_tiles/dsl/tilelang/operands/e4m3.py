@@ -30,8 +30,8 @@ class Stored(NamedTuple):
 
 class Held(NamedTuple):
     """In shared memory: the ring as it is stored, its barriers, and the decoded tiles, [1, block_size, head_dim] of its
-    own or what it was given; with token_scales the scales of the tile, [1, block_size], and those on their way, which each thread keeps itself where
-    the ring has one stage.
+    own or what it was given; with token_scales the scales of the tile, [1, block_size], and those on their way, which
+    each thread keeps itself where the ring has one stage.
     """
 
     raw: Any

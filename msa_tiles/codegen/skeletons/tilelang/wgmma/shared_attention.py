@@ -391,6 +391,7 @@ def shared_attention(
                         clear_rows(ring, at[0], word >> VALID_SHIFT, 8)
                         if again > 0 and (word & CUT) != 0:
                             find_unbounded(ring, at[0], tx, word >> VALID_SHIFT, first)
+                            T.sync_threads(8, 128)
                             take_out(ring, at[0], tx, word >> VALID_SHIFT, 0, 1)
                             for r in T.unroll(queries):
                                 if first[0] < block_size and ((word >> r) & 1) != 0:
