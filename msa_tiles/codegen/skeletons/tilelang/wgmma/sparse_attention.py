@@ -12,6 +12,7 @@ Pipelines (name: depth, arrivals)
   k_full, v_full: 1, 128 producer threads + TMA bytes      k_free, v_free: 1, all consumer threads
   q_full: STAGES per consumer, 128 producer threads + TMA bytes
   q_free: STAGES per consumer, the 128 threads of that consumer, once the partial staged in the slot has left
+  met: 1, all consumer threads, twice a task of whose V something is taken out
 
 A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
 to global memory. The next tile's S is issued before the current partial is scaled, so it overlaps the epilogue.
@@ -87,8 +88,8 @@ def sparse_attention(
 
     @T.macro
     def consume(
-        w, thread, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full, k_free,
-        v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+        w, thread, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, met, k_full, v_full,
+        k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
     ):  # fmt: skip
         S = T.alloc_fragment([ROWS, block_size], "float32")
         P = T.alloc_fragment([ROWS, block_size], values.element)
@@ -144,10 +145,12 @@ def sparse_attention(
                     taken = found_shared[w, 0] | found_shared[w, 1] | found_shared[w, 2] | found_shared[w, 3]
                     if taken != 0:
                         # All consumers have looked before one of them writes, and find the same.
-                        T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
+                        T.barrier_arrive(met)
+                        T.barrier_wait(met, 0)
                         take_out(V_shared.tiles, 0, thread, extent >> 1, w, CONSUMERS)
                         T.fence_proxy_async()
-                        T.sync_threads(8 + CONSUMERS, CONSUMERS * 128)
+                        T.barrier_arrive(met)
+                        T.barrier_wait(met, 1)
             for tile in T.serial(my_tiles):
                 first = first_edge + (tile * CONSUMERS + w) * queries
                 for i in T.Parallel(ROWS):
@@ -263,6 +266,7 @@ def sparse_attention(
             v_full = T.alloc_barrier(arrive_count=[128])
             k_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
             v_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
+            met = T.alloc_barrier(arrive_count=CONSUMERS * 128)
             q_full = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
             q_free = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
             tx = T.get_thread_binding()
@@ -369,14 +373,15 @@ def sparse_attention(
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    0, tx, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full, v_full,
-                    k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2, window_index,
+                    0, tx, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, met, k_full,
+                    v_full, k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2,
+                    window_index,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(
-                    1, tx - 128, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, k_full,
-                    v_full, k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2,
+                    1, tx - 128, stored_k, stored_v, Q_shared, K_shared, V_shared, task_shared, found_shared, met,
+                    k_full, v_full, k_free, v_free, q_full, q_free, edges, tasks, partial_out, partial_lse, scale_log2,
                     window_index,
                 )  # fmt: skip
 
