@@ -119,7 +119,3 @@ def shared_attention(
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
     call.agree("out", out.view / v.unit(group), wanted / v.unit(group), 0.04)
-
-
-def shared_attention_q16kv8(call: Call, **arguments: int) -> None:
-    shared_attention(call, precision="q16kv8", **arguments)  # type: ignore[arg-type]

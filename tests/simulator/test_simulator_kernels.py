@@ -120,41 +120,6 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "ctas": 5, "token_scales": 0},
         ),
     },
-    "shared_attention_q16kv8": {
-        "scales of heads": (
-            {"sequences": [(66, 150), (20, 70)], "seed": 1},
-            {
-                "head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 2, "ctas": 3, "close": True,
-                "token_scales": 0,
-            },
-        ),
-        "scales of tokens": (
-            {"sequences": [(66, 150), (20, 70)], "seed": 2, "shortened": True, "rows_behind": 9},
-            {
-                "head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 48, "ctas": 3, "close": True,
-                "token_scales": 1,
-            },
-        ),
-        "scales in pages": (
-            {"sequences": [(66, 150)], "seed": 3, "shortened": True, "pages_per_block": 4},
-            {
-                "head_dim": 64, "block_size": 64, "group": 8, "topk": 3, "heads": 2, "fill": 2, "close": True,
-                "token_scales": 1,
-            },
-        ),
-        "at once, pages": (
-            {"sequences": [(66, 150)], "seed": 4, "late": False, "pages_per_block": 1, "positions": True},
-            {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3, "close": True, "token_scales": 0},
-        ),
-        "small pages": (
-            {"sequences": [(66, 150)], "seed": 5, "pages_per_block": 8},
-            {"head_dim": 64, "block_size": 64, "group": 2, "topk": 3, "ctas": 1, "close": True, "token_scales": 1},
-        ),
-        "half pages": (
-            {"sequences": [(66, 150)], "seed": 6, "pages_per_block": 2},
-            {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "ctas": 5, "close": True, "token_scales": 0},
-        ),
-    },
     "sparse_decode_q16kv8": {
         "scales of heads": (
             {"sequences": DECODED, "seed": 1},
@@ -716,8 +681,6 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         ("sparse_attention", {"sequences": [(130, 130)]}, {"head_dim": 128, "block_size": 128, "group": 16}),
         ("sparse_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 64, "token_scales": 1}),
         ("sparse_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 128, "token_scales": 0}),
-        ("shared_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 64, "token_scales": 1}),
-        ("shared_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 128, "token_scales": 0}),
         ("shared_attention", {"sequences": [(90, 150), (70, 70)]}, {"head_dim": 64, "block_size": 64, "ctas": 3}),
         ("shared_attention", {"sequences": [(66, 160)]}, {"head_dim": 128, "block_size": 128, "group": 16, "ctas": 3}),
         ("sparse_decode", {"sequences": [(8, 130), (3, 70)]}, {"head_dim": 64, "block_size": 64, "splits": 2}),
@@ -730,8 +693,6 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         "prefill-wide",
         "prefill-tokens",
         "prefill-heads",
-        "shared-tokens",
-        "shared-heads",
         "shared",
         "shared-wide",
         "decode",
