@@ -217,5 +217,5 @@ def test_an_index_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(
         json.dumps({"format": 2, "cells": [{}], "targets": {}, "formats": {}, "precisions": {}})
     )
-    with pytest.raises(ValueError, match="lacks or misstates 'id'"):
+    with pytest.raises(ValueError, match="lacks or misstates 'target'"):
         Registry.read(tmp_path)
