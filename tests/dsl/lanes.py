@@ -20,6 +20,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ class Tensor:
     def __init__(self, memory: Memory, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         self.memory, self.offset, self.shape, self.stride = memory, offset, shape, stride
 
-    element_type = None
+    element_type = SimpleNamespace(width=16)  # what is moved 16 bytes at a time has two bytes an element
 
     @property
     def iterator(self) -> Pointer:
