@@ -53,6 +53,8 @@ def test_a_cell_compiles_and_passes_its_audit(job: Job, outcomes: dict[str, Outc
     if reason := why_not(job.cell.dsl):
         pytest.skip(reason)
     complaints = outcomes[str(job)].complaints
-    if complaints and job.cell.id == SPILLS and dict(job.variant)["pages_per_block"] >= 4:
+    told = ("a stack of 8 bytes", "the code has STL", "the code has LDL")
+    spill_alone = all(any(part in complaint for part in told) for complaint in complaints)
+    if complaints and spill_alone and job.cell.id == SPILLS and dict(job.variant)["pages_per_block"] >= 4:
         pytest.xfail(f"known, perf/lessons/open.md: {complaints[0]}")
     assert complaints == ()
