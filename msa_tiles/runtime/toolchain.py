@@ -22,6 +22,8 @@ from msa_tiles.errors import ToolError
 
 # Distributions that turn a kernel into device code and host code, by DSL; the first one is the DSL itself.
 CODE_GENERATORS = {"tilelang": ("tilelang", "apache-tvm-ffi"), "cutedsl": ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+# Older ones do not parse all of our kernels.
+LEAST_TILELANG = (0, 1, 15)
 _CUTEDSL_RUNTIME = "libcute_dsl_runtime.so"
 
 
@@ -97,6 +99,11 @@ def generator_versions(dsl: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, _installed(name)) for name in CODE_GENERATORS[dsl])
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """`(0, 1, 15)` of `0.1.15.post2`."""
+    return tuple(int(part) for part in re.findall(r"^\d+|(?<=\.)\d+", version))
+
+
 def _installed(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -105,12 +112,14 @@ def _installed(distribution: str) -> str:
 
 
 def missing(dsl: str) -> str | None:
-    """Why kernels of this DSL cannot run here, as a sentence, or None. TileLang is a dependency, CuTe DSL an extra."""
-    if dsl == "cutedsl":
-        try:
+    """Why kernels of this DSL cannot be compiled or run here, as a sentence, or None. Both DSLs are extras."""
+    try:
+        if dsl == "cutedsl":
             cutedsl_runtime()
-        except ToolchainError as error:
-            return str(error)
+        else:
+            tilelang_libraries()
+    except ToolchainError as error:
+        return str(error)
     return None
 
 
@@ -127,10 +136,10 @@ def compiler_version(dsl: str) -> str | None:
 def require_compiler(dsl: str) -> None:
     """Raise ToolchainError when there is nothing to compile the DSL's kernels with."""
     if dsl == "tilelang":
+        tilelang_libraries()
         require_nvcc()
         return
-    if reason := missing(dsl):
-        raise ToolchainError(reason)
+    cutedsl_runtime()
     find_linker()
 
 
@@ -159,16 +168,24 @@ def find_disassembler(name: str) -> Path:
     return Path(on_path)
 
 
+@functools.lru_cache(maxsize=1)
 def tilelang_libraries() -> tuple[Path, ...]:
     """TileLang's native libraries in loading order: the runtime that kernels call, then the CUDA module loader.
 
     Loading them takes about 30 ms, importing the whole Python package over a second.
 
-    Raises ToolchainError when TileLang is not installed.
+    Raises ToolchainError when TileLang is not installed, or older than what kernels are written in.
     """
-    spec = importlib.util.find_spec("tilelang")
-    if spec is None or spec.origin is None:
-        raise ToolchainError("running a TileLang kernel needs the package tilelang: `pip install tilelang`")
+    version, spec = _installed("tilelang"), importlib.util.find_spec("tilelang")
+    if not version or spec is None or spec.origin is None:
+        raise ToolchainError(
+            "a TileLang kernel needs tilelang, which is not installed: `pip install 'msa-tiles[tilelang]'`"
+        )
+    if _numbers(version) < LEAST_TILELANG:
+        least = ".".join(map(str, LEAST_TILELANG))
+        raise ToolchainError(
+            f"TileLang kernels are written for tilelang {least}, {version} is installed; CuTe DSL kernels do without"
+        )
     libraries = tuple(Path(spec.origin).parent / "lib" / name for name in ("libtvm_runtime.so", "libtilelang.so"))
     for library in libraries:
         if not library.exists():
@@ -190,11 +207,18 @@ def cutedsl_runtime() -> Path:
         )
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     places = [Path(place) for place in (spec.submodule_search_locations if spec else None) or ()]
-    found = {int(path.parts[-3][2:]): path for place in places for path in place.glob(f"cu*/lib/{_CUTEDSL_RUNTIME}")}
+    found: dict[int, Path] = {}
+    for path in (path for place in places for path in sorted(place.glob(f"cu*/lib/{_CUTEDSL_RUNTIME}"))):
+        found.setdefault(int(path.parts[-3][2:]), path)  # of two installations, the one that imports find
+    if not found:
+        raise ToolchainError(
+            f"the installed nvidia-cutlass-dsl has no {_CUTEDSL_RUNTIME}; reinstall it: "
+            "`pip install --force-reinstall nvidia-cutlass-dsl`"
+        )
     driver = _driver_series()
     fitting = [series for series in found if driver is None or series <= driver]
     if not fitting:
-        series = ", ".join(f"cu{number}" for number in sorted(found)) or "none"
+        series = ", ".join(f"cu{number}" for number in sorted(found))
         raise ToolchainError(
             f"a CuTe DSL kernel needs a runtime library for the driver, which runs up to cu{driver}: "
             f"the installed nvidia-cutlass-dsl has {series}"
