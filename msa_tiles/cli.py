@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 from msa_tiles import __version__, console
 from msa_tiles.commands import bench, build, demo, explain, generate, support, tune, verify
+from msa_tiles.errors import ToolError
 
+CLOSED_PIPE = 141  # what a shell says of a program that SIGPIPE ended
 COMMANDS = (demo, generate, support, explain, build, verify, tune, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 0, 1 for a failed check, 2 for bad input."""
+    """Run one subcommand and return its exit status.
+
+    0, 1 for a failed check, 2 for bad input or a missing tool, 141 when nobody reads what is written.
+    """
     parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -21,6 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.func(args)
+    except BrokenPipeError:
+        console.close()
+        return CLOSED_PIPE
+    except ToolError as error:  # a compiler, a DSL or the cache: the message says which, and what to do
+        console.complain(f"msa-tiles: {error}")
+        return 2
     except ValueError as error:  # bad specs and bad calls explain themselves in one sentence
         console.complain(f"msa-tiles: {error}")
         return 2

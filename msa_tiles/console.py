@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
 _SECONDS_BETWEEN_LINES = 5.0  # a log file gets a line now and then, a terminal one line that is redrawn
@@ -13,20 +14,31 @@ _SECONDS_BETWEEN_LINES = 5.0  # a log file gets a line now and then, a terminal 
 
 def say(text: str = "") -> None:
     """Write one line of a command's result."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    _write(sys.stdout, text + "\n")
 
 
 def complain(text: str) -> None:
     """Write one line about what went wrong."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    _write(sys.stderr, text + "\n")
 
 
 def note(text: str) -> None:
     """Write one line of progress, over the line that `progress` redraws."""
-    sys.stderr.write(("\r\x1b[K" if sys.stderr.isatty() else "") + text + "\n")
-    sys.stderr.flush()
+    _write(sys.stderr, ("\r\x1b[K" if sys.stderr.isatty() else "") + text + "\n")
+
+
+def close() -> None:
+    """Write no more: whoever read has gone, and Python would complain of it once more at the end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """What a terminal's encoding lacks is written as Python would escape it."""
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
@@ -40,8 +52,7 @@ def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
     def report(end: str) -> None:
         count = f"{done}/{total}" if total is not None else str(done)
         line = f"{label}: {count}, {time.monotonic() - started:.1f} s"
-        sys.stderr.write(f"\r{line}\x1b[K{end}" if terminal else line + "\n")
-        sys.stderr.flush()
+        _write(sys.stderr, f"\r{line}\x1b[K{end}" if terminal else line + "\n")
 
     try:
         for item in iterable:

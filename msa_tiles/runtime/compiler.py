@@ -6,7 +6,10 @@ import contextlib
 import hashlib
 import json
 import math
+import os
+import platform
 import re
+import shlex
 import subprocess
 import tempfile
 import threading
@@ -28,12 +31,22 @@ PASS_CONFIGS: Mapping[str, Any] = {
     "tl.disable_safe_memory_legalize": True,
 }
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
+_LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
 _CUTEDSL_OPTIONS = "--enable-tvm-ffi"
 # What CuTe DSL hands to the launch: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
 _CUTEDSL_LAUNCH = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
 # Guards the counter and what is the whole process's while a kernel compiles: TileLang's callback, CuTe DSL's settings.
 _state = threading.Lock()
 _compiled = 0
+
+
+def _fresh_lock() -> None:
+    """In a child of a fork, whose parent may have been compiling in another thread."""
+    global _state
+    _state = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)
 
 
 class CompileError(ToolError):
@@ -46,7 +59,10 @@ def compile_count() -> int:
 
 
 def cache_key(cell: Cell, variant: Mapping[str, int], arch: str) -> str:
-    """What code generation depends on, except the compiler: see `Cache.load` for why that stands beside the key."""
+    """What an entry depends on, except the compiler: see `Cache.load` for why that stands beside the key.
+
+    The machine and its C library are those that the host code is compiled for: machines may share a cache.
+    """
     document = {
         "digest": cell.digest,
         "source": cell.source_hash(),
@@ -55,47 +71,67 @@ def cache_key(cell: Cell, variant: Mapping[str, int], arch: str) -> str:
         "arch": arch,
         **_SETTINGS[cell.dsl],
         "generators": toolchain.generator_versions(cell.dsl),
+        "host": [platform.machine(), *platform.libc_ver()],
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def find_compiled(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry | None:
     """The cache entry of a variant, or None when it has not been compiled."""
-    return (cache or Cache()).load(cell.id, cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl))
+    key, version = cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl)
+    return (cache or Cache()).load(cell.id, key, version, _expected(cell, variant, arch))
+
+
+def _expected(cell: Cell, variant: Mapping[str, int], arch: str) -> dict[str, Any]:
+    """What the meta of an entry says of itself, should it be the right one."""
+    return {"digest": cell.digest, "variant": dict(variant), "arch": arch}
 
 
 def compile_variant(cell: Cell, variant: Mapping[str, int], arch: str, cache: Cache | None = None) -> Entry:
     """The cache entry of a variant, compiled first when the cache lacks it.
 
-    Raises CompileError when the kernel does not compile, ToolchainError when there is nothing to compile it with.
+    Raises CompileError when the kernel does not compile, ToolchainError when there is nothing to compile it with,
+    CacheError when there is no place for it.
     """
-    cache = cache or Cache()
+    cache, expected = cache or Cache(), _expected(cell, variant, arch)
     key, version = cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl)
-    entry = cache.load(cell.id, key, version)
+    entry = cache.load(cell.id, key, version, expected)
     if entry is not None:
         return entry
     toolchain.require_compiler(cell.dsl)
     assert version is not None
     with cache.lock(cell.id, key):
-        entry = cache.load(cell.id, key, version)  # another process may have compiled it while this one waited
+        entry = cache.load(cell.id, key, version, expected)  # somebody may have compiled it while this one waited
         if entry is not None:
             return entry
         with cache.stage(cell.id) as staged:
             start = time.perf_counter()
-            meta = _COMPILERS[cell.dsl](cell, variant, arch, staged)
+            try:
+                meta = _COMPILERS[cell.dsl](cell, variant, arch, staged)
+            except CompileError as error:
+                if full := _full_disk(staged):
+                    raise CompileError(f"{error}; the disk of {full} is full") from error
+                raise
             versions = {**dict(toolchain.generator_versions(cell.dsl)), _COMPILER_NAMES[cell.dsl]: version}
-            meta |= {
-                "cell": cell.id,
-                "digest": cell.digest,
-                "variant": dict(variant),
-                "arch": arch,
-                "versions": versions,
-                "seconds": round(time.perf_counter() - start, 2),
-            }
+            meta |= {**expected, "versions": versions, "seconds": round(time.perf_counter() - start, 2)}
             return cache.publish(cell.id, key, version, staged, meta)
 
 
+def _full_disk(staged: Path) -> Path | None:
+    """Which of the places that a compilation writes to has no room left, if one has none."""
+    for place in (staged, Path(tempfile.gettempdir())):
+        usage = os.statvfs(place)
+        if usage.f_bavail * usage.f_frsize < _LEAST_ROOM:
+            return place
+    return None
+
+
 def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
+    with _state, toolchain.tilelang_environment():
+        return _tilelang_there(cell, variant, arch, staged)
+
+
+def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
     global _compiled
     import tilelang
     from tilelang import tvm
@@ -103,7 +139,7 @@ def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -
     where = f"{cell.id} {variant_text(variant)}"
     cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
     configs = dict(PASS_CONFIGS if cell.pass_configs is None else cell.pass_configs)
-    with _state, _captured_cubins() as cubins:
+    with _captured_cubins() as cubins:
         _compiled += 1
         try:
             kernel = cell.function(**variant)
@@ -134,7 +170,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
     name = "_".join([cell.op, *map(str, variant.values())])  # the library's only symbol, so that no two are alike
     with _state, _cutedsl_arch(arch), tempfile.TemporaryDirectory() as scratch:
         _compiled += 1
-        options = f"{_CUTEDSL_OPTIONS} --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {scratch}"
+        options = f"{_CUTEDSL_OPTIONS} --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}"
         try:
             entry, arguments = cell.function(**variant)
             compiled = cute.compile(entry, *arguments, options=options)
@@ -170,7 +206,7 @@ def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:
 
 
 def _link(object_file: Path, library: Path, where: str) -> None:
-    command = [str(toolchain.find_linker()), "-shared", "-o", str(library), str(object_file)]
+    command = [*toolchain.find_linker(), "-shared", "-o", str(library), str(object_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(f"{where}: `{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msa_tiles.files import write_atomically
 from msa_tiles.runtime import audit
 from msa_tiles.runtime.build import Job, audit_compiled, ci_jobs
-from msa_tiles.runtime.cache import Cache, default_root, write_atomically
+from msa_tiles.runtime.cache import Cache, default_root
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.sources import syntax_of
 
@@ -56,7 +57,7 @@ def record_compiled(generated: Path, entries: Mapping[str, Mapping[str, Any] | N
     """Write cells' entries to `compiled.json`; None takes one away."""
     document = read_compiled(generated) | {cell: dict(entry) for cell, entry in entries.items() if entry is not None}
     kept = {cell: entry for cell, entry in sorted(document.items()) if entries.get(cell, entry) is not None}
-    write_atomically(generated / COMPILED, json.dumps(kept, indent=1, sort_keys=True) + "\n", 0o644)
+    write_atomically(generated / COMPILED, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def due(

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from msa_tiles.runtime import toolchain
-from msa_tiles.runtime.cache import Entry
+from msa_tiles.runtime.cache import VARIABLE, Entry
 from msa_tiles.runtime.registry import Cell
 
 
@@ -49,13 +50,19 @@ class Kernel:
 def load_function(entry: Entry) -> Any:
     """The TVM-FFI function of a cache entry.
 
-    Raises ToolchainError when the runtime of its DSL is not installed.
+    Raises ToolchainError when the runtime of its DSL is not installed, or the library cannot be loaded.
     """
     # Its import asks for CUDA devices, and whoever only asks which kernel would run has to leave them alone.
     import tvm_ffi
 
     _load_runtime(entry.meta["cell"].split(".")[1])
-    return tvm_ffi.load_module(str(entry.library))[entry.meta["function"]]
+    try:
+        return tvm_ffi.load_module(str(entry.library))[entry.meta["function"]]
+    except (OSError, RuntimeError, AttributeError, KeyError) as error:
+        why = str(error).strip()
+        if os.statvfs(entry.directory).f_flag & os.ST_NOEXEC:
+            why = f"its file system is mounted noexec; set {VARIABLE} to a directory on another one"
+        raise toolchain.ToolchainError(f"the compiled kernel {entry.library} cannot be loaded: {why}") from error
 
 
 @functools.lru_cache(maxsize=2)

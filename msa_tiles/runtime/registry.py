@@ -6,7 +6,9 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,16 +227,29 @@ def _cell(entry: Mapping[str, Any], directory: Path, arch: str) -> Cell:
 
 def _import_file(path: Path, name: str) -> Any:
     """Import a file under a name of its own: TileLang reads kernel source through `inspect`, so it must be a module."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RegistryError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _importing:  # a thread must not find what another has imported half
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise RegistryError(f"{path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+
+_importing = threading.RLock()
+
+
+def _fresh_lock() -> None:
+    """In a child of a fork, whose parent may have been importing in another thread."""
+    global _importing
+    _importing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)

@@ -7,17 +7,22 @@ series that it is installed for. The disassemblers come from their wheels or fro
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from msa_tiles import files
 from msa_tiles.errors import ToolError
 
 # Distributions that turn a kernel into device code and host code, by DSL; the first one is the DSL itself.
@@ -138,20 +143,97 @@ def require_compiler(dsl: str) -> None:
     if dsl == "tilelang":
         tilelang_libraries()
         require_nvcc()
+        find_host_compiler()
         return
     cutedsl_runtime()
     find_linker()
 
 
-def find_linker() -> Path:
-    """Path of the C compiler that makes a shared library of an object file.
+def find_linker() -> tuple[str, ...]:
+    """Program and arguments of the C compiler that makes a shared library of an object file.
 
     Raises ToolchainError when there is none.
     """
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
-            return Path(found)
-    raise ToolchainError("compiling a CuTe DSL kernel needs a C compiler to link it: install gcc or set CC")
+    found = _command(("CC",), ("cc", "gcc", "clang"))
+    if found is None:
+        raise ToolchainError("compiling a CuTe DSL kernel needs a C compiler to link it: install gcc or set CC")
+    return found
+
+
+def find_host_compiler() -> tuple[str, ...]:
+    """Program and arguments of the C++ compiler that nvcc and TileLang call.
+
+    Raises ToolchainError when there is none.
+    """
+    found = _command(("CXX", "CC"), ("g++", "clang++", "c++"))
+    if found is None:
+        raise ToolchainError("compiling a TileLang kernel needs a C++ compiler: install g++ or set CXX")
+    return found
+
+
+def _command(variables: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What the first variable that is set says, `ccache g++` for example, or else the first program that is on PATH.
+
+    Raises ToolchainError for a variable whose program is not there.
+    """
+    for variable in variables:
+        value = os.environ.get(variable, "").strip()
+        if not value:
+            continue
+        if whole := shutil.which(value):
+            return (whole,)
+        program, *arguments = shlex.split(value)
+        if found := shutil.which(program):
+            return (found, *arguments)
+        raise ToolchainError(f"{variable} is {value!r}, and there is no program {program!r}; set it to a compiler")
+    return next(((found,) for name in names if (found := shutil.which(name))), None)
+
+
+@functools.lru_cache(maxsize=4)
+def one_word(command: tuple[str, ...]) -> str:
+    """A program of one word that does what a command with arguments does; there as long as this process.
+
+    TileLang takes the whole of CXX for the name of a program, and remembers it.
+    """
+    if len(command) == 1 and not re.search(r"\s", command[0]):
+        return command[0]
+    script = _directory_of_process() / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+@functools.lru_cache(maxsize=1)
+def _directory_of_process() -> Path:
+    """A temporary directory of this process, removed when it ends. Its path holds no space where that can be helped."""
+    places = (tempfile.gettempdir(), "/tmp", "/var/tmp")
+    place = next((p for p in places if not re.search(r"\s", p) and os.access(p, os.W_OK)), places[0])
+    made = Path(tempfile.mkdtemp(prefix="msa_tiles-", dir=place))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+@contextlib.contextmanager
+def tilelang_environment() -> Iterator[None]:
+    """What TileLang reads from the environment, where what stands there is nothing that it can use.
+
+    That is a compiler of several words, and a home directory that cannot be written to, where it keeps a cache.
+
+    Raises ToolchainError when there is no C++ compiler.
+    """
+    wanted = {"CXX": one_word(find_host_compiler())}
+    if not files.can_be_made(Path(os.path.expanduser("~/.tilelang/cache"))):
+        wanted["TILELANG_CACHE_DIR"] = os.environ.get("TILELANG_CACHE_DIR") or str(_directory_of_process() / "tilelang")
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def find_disassembler(name: str) -> Path:

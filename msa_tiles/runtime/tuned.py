@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.runtime.cache import write_atomically
+from msa_tiles.files import write_atomically
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.spec.model import DSLS
 
@@ -79,7 +79,7 @@ def write(directory: Path, figures: Iterable[Figure]) -> None:
     kept |= {_key(figure): figure for figure in figures}
     entries: list[dict[str, Any]] = [asdict(kept[key]) for key in sorted(kept)]
     text = json.dumps({"figures": entries}, indent=1, sort_keys=True) + "\n"
-    write_atomically(directory / TUNED, text, 0o644)
+    write_atomically(directory / TUNED, text)
 
 
 def _key(figure: Figure) -> tuple[str, str, str, str]:

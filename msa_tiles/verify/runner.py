@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from msa_tiles.files import write_atomically
 from msa_tiles.runtime import toolchain
-from msa_tiles.runtime.cache import default_root, write_atomically
+from msa_tiles.runtime.cache import default_root
 from msa_tiles.runtime.evidence import VERIFIED, read_verified
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.verify import compare
@@ -174,4 +175,4 @@ def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None) -> None
     elif document.pop(cell.id, None) is None:
         return
     text = json.dumps(dict(sorted(document.items())), indent=1, sort_keys=True) + "\n"
-    write_atomically(generated / VERIFIED, text, 0o644)
+    write_atomically(generated / VERIFIED, text)
