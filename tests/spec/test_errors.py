@@ -36,7 +36,7 @@ MISTAKES = {
         (ATTENTION, "reference:", "reference: a\nreference:", 1, "duplicate key 'reference'.* it is first on line 3"),
     "duplicate key of a flow mapping":
         (TOPK, "{topk: 8}", "{topk: 8, topk: 8}", 0, "duplicate key 'topk'"),
-    "missing key": (ATTENTION, "    mma: wgmma\n", "", -3, r"kernels\[0\] lacks the key 'mma'"),
+    "missing key": (ATTENTION, "reference: sparse_attention\n", "", -2, "the file lacks the key 'reference'"),
     "mapping wanted": (ATTENTION, "  bf16: {out: 0.03, lse: 0.005}", "  bf16: 3", 0, "must be a mapping"),
     "list wanted": (ATTENTION, "    copy: [tma_load, tma_store]", "    copy: tma_load", 0, "must be a list"),
     "single value wanted": (ATTENTION, "    mma: wgmma", "    mma: [a]", 0, "must be a single value"),
