@@ -64,7 +64,7 @@ def _helper_syntax(text: str, package: Path) -> list[str]:
         name = pending.pop()
         if name in found:
             continue
-        found[name] = _module_file(name, package).read_text(encoding="utf-8")  # type: ignore[union-attr]
+        found[name] = module_file(name, package).read_text(encoding="utf-8")  # type: ignore[union-attr]
         pending += _imported_helpers(found[name], package, name)
     return [name + "\n" + syntax_of(found[name]) for name in sorted(found)]
 
@@ -74,7 +74,7 @@ def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str
         base = module
         if level:
             parents = importer.split(".")
-            is_package = (_module_file(importer, package) or package).name == "__init__.py"
+            is_package = (module_file(importer, package) or package).name == "__init__.py"
             parents = parents[: len(parents) - level + is_package]
             base = ".".join([*parents, *filter(None, [module])])
         for name in [base, *(f"{base}.{each}" for each in imported)]:
@@ -82,7 +82,7 @@ def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str
             # Importing a.b.c runs a and a.b too; only what lies below the helpers' package counts.
             for end in range(2, len(parts) + 1):
                 prefix = ".".join(parts[:end])
-                if f"{prefix}.".startswith(f"{_HELPERS}.") and _module_file(prefix, package):
+                if module_file(prefix, package):
                     yield prefix
 
 
@@ -98,7 +98,10 @@ def _imports(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-def _module_file(name: str, package: Path) -> Path | None:
+def module_file(name: str, package: Path = PACKAGE) -> Path | None:
+    """The file of a helper module or an operand, by its full name; None where it is neither."""
+    if not f"{name}.".startswith(f"{_HELPERS}."):
+        return None
     base = package.joinpath(*name.split(".")[1:])
     for candidate in (base.with_suffix(".py"), base / "__init__.py"):
         if candidate.is_file():

@@ -1,7 +1,7 @@
 """Reads what a kernel file says of its thread block, its function `cta`, without the DSL that the file imports.
 
-Of a file count its constants and the functions marked with `declares`; of what it imports, the table's vocabulary
-(msa_tiles.dsl.cutedsl.table) and operands, which are read likewise.
+Of a file count its constants and the functions marked with `declares`; of what these name among its imports, the
+table's vocabulary (msa_tiles.dsl.cutedsl.table), and helpers and operands, which are read likewise.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msa_tiles.dsl.cutedsl import table as _vocabulary
 from msa_tiles.dsl.cutedsl.table import Table, TableError, describe
-from msa_tiles.sources import OPERANDS, PACKAGE, operand_file
+from msa_tiles.sources import OPERANDS, PACKAGE, module_file
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "table_of"]
 
@@ -33,6 +33,7 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
         return None
     declared = _read(text, package)[NAME]
 
+    @functools.cache
     def table(**dims: int) -> Table:
         try:
             found: Table = declared(**dims)
@@ -43,36 +44,54 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
     return table
 
 
-def constants_of(operand: Path, package: Path = PACKAGE) -> dict[str, Any]:
-    """The constants and marked functions of an operand's file."""
-    return _read(operand.read_text(encoding="utf-8"), package)
+def constants_of(file: Path, package: Path = PACKAGE) -> dict[str, Any]:
+    """The constants and marked functions of the file of a helper or an operand."""
+    return _read(file.read_text(encoding="utf-8"), package)
+
+
+class _Declared(NamedTuple):
+    """What counts of a file."""
+
+    code: types.CodeType
+    imports: tuple[tuple[str, str, str], ...]  # module, name there, name here
 
 
 def _read(text: str, package: Path) -> dict[str, Any]:
-    kept: list[ast.stmt] = []
+    declared = _declared(text)
     names: dict[str, Any] = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom):
-            names |= _imported(node, package)
-        elif _is_constant(node) or (isinstance(node, ast.FunctionDef) and MARK in _decorators(node)):
-            kept.append(node)
-    exec(compile(ast.Module(kept, []), "<table>", "exec"), names)
+    for module, name, here in declared.imports:
+        found = _imported(module, name, package)
+        if found is not None:
+            names[here] = found
+    exec(declared.code, names)
     return names
 
 
-def _imported(node: ast.ImportFrom, package: Path) -> dict[str, Any]:
-    module = node.module or ""
+@functools.lru_cache(maxsize=256)
+def _declared(text: str) -> _Declared:
+    nodes = ast.parse(text).body
+    kept = [node for node in nodes if _is_constant(node) or _is_marked(node)]
+    used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
+    imports = [
+        (node.module or "", alias.name, alias.asname or alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (alias.asname or alias.name) in used
+    ]
+    return _Declared(compile(ast.Module(kept, []), "<table>", "exec"), tuple(imports))
+
+
+def _imported(module: str, name: str, package: Path) -> Any:
+    """What `from module import name` brings: a name of the vocabulary, a module's, or a module. None for the DSL's."""
     if module == _vocabulary.__name__:
-        return {alias.asname or alias.name: getattr(_vocabulary, alias.name) for alias in node.names}
-    if not module.endswith(OPERANDS):
-        return {}
-    found = {}
-    for alias in node.names:
-        file = operand_file(alias.name, module, package)
-        if file is None:
-            raise TableError(f"there is no operand {alias.name} in {module}")
-        found[alias.asname or alias.name] = types.SimpleNamespace(**constants_of(file, package))
-    return found
+        return getattr(_vocabulary, name)
+    if (file := module_file(f"{module}.{name}", package)) is not None:
+        return types.SimpleNamespace(**constants_of(file, package))
+    if module.endswith(OPERANDS):
+        raise TableError(f"there is no operand {name} in {module}")
+    file = module_file(module, package)
+    return None if file is None else constants_of(file, package).get(name)
 
 
 def _is_constant(node: ast.stmt) -> bool:
@@ -85,5 +104,5 @@ def _is_constant(node: ast.stmt) -> bool:
     return True
 
 
-def _decorators(node: ast.FunctionDef) -> list[str]:
-    return [ast.unparse(decorator) for decorator in node.decorator_list]
+def _is_marked(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and MARK in map(ast.unparse, node.decorator_list)

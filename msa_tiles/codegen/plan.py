@@ -42,7 +42,7 @@ class KernelPlan:
     threads_formula: Expression | None  # None: the kernel's table says
     shared_memory_formula: Expression | None  # likewise
     registers_formula: Expression | None  # None: the table says, or the compiler
-    tensor_memory_formula: Expression | None  # None: it takes none
+    tensor_memory_formula: Expression | None  # None: the table says, or it takes none
     expected_opcodes: tuple[str, ...]
     forbidden_opcodes: tuple[str, ...]
     variants: Mapping[str, tuple[int, ...]]
@@ -84,6 +84,8 @@ class KernelPlan:
 
     def tensor_memory(self, variant: Point) -> int:
         """Columns of tensor memory that a block of this variant takes."""
+        if self.threads_formula is None:
+            return self._table(variant).tensor_memory
         return int(self.tensor_memory_formula({**self.tile, **variant})) if self.tensor_memory_formula else 0
 
     def points(self) -> Iterator[dict[str, int]]:
@@ -105,6 +107,7 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
         if value not in plan.variants[name]:
             return f"{name} {value} is none of {', '.join(map(str, plan.variants[name]))}"
     group, threads = target.mma[plan.mma].thread_group, plan.threads(variant)
+    columns = plan.tensor_memory(variant)
     at = f"at {describe(variant)}" if variant else "in all"
     if threads < group or threads % group:
         return f"{threads} threads {at} are no multiple of {group}, as {plan.mma} on {target.name} wants"
@@ -112,11 +115,10 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
         ("threads", threads, target.threads_per_block),
         ("bytes of shared memory", plan.shared_memory(variant), target.shared_memory_per_block),
         ("registers", plan.registers(variant), target.registers_per_sm),
-        ("columns of tensor memory", plan.tensor_memory(variant), target.tensor_memory_columns),
+        ("columns of tensor memory", columns, target.tensor_memory_columns),
     ):
         if amount > limit:
             return f"{amount} {what} {at} exceed the {limit} that a block can have on {target.name}"
-    columns = plan.tensor_memory(variant)
     if columns % LEAST_COLUMNS:
         return f"{columns} columns of tensor memory {at} are no multiple of {LEAST_COLUMNS}, as it is handed out"
     return None

@@ -148,7 +148,11 @@ def _tensor_memory_complaints(cell: Cell, variant: Mapping[str, int], target: Ta
     if not target.tensor_memory_columns:
         return []
     source = (entry.directory / SOURCES[cell.dsl]).read_text()
-    promised = Expression(str(cell.entry["tensor_memory"] or 0))({**cell.entry["tile"], **variant})
+    table_of_variant = table_of(cell.file.read_text(encoding="utf-8"))
+    if table_of_variant is not None:
+        promised: int | float = table_of_variant(**variant).tensor_memory
+    else:
+        promised = Expression(str(cell.entry["tensor_memory"] or 0))({**cell.entry["tile"], **variant})
     amounts = [_constant(amount, source) for amount in _ALLOCATIONS[cell.dsl].findall(source)]
     if None in amounts:
         return ["allocates tensor memory of a size that is known at run time only"]

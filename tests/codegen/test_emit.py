@@ -152,11 +152,8 @@ def test_operands_and_table(toy: Toy, package: Path) -> None:
     Warps
       0 .. 7  all: everything
 
-    Pipelines
-
     Shared memory
       k_tiles [width] int32
-      barriers
     '''
 """
         in text

@@ -9,6 +9,7 @@ import pytest
 from msa_tiles.dsl.cutedsl.table import (
     Arrival,
     Buffer,
+    Columns,
     Pipeline,
     Role,
     Table,
@@ -93,6 +94,40 @@ def test_what_a_docstring_says() -> None:
     ]
 
 
+def test_what_a_docstring_says_of_tables_that_differ() -> None:
+    both = Pipeline("s", 2, (lane("loader"), threads("loader")))
+    fewer = (ROLES[0]._replace(warps=8), ROLES[1])
+    tiles = Columns("S", 2, 64, "of two products")
+    assert describe([Table(ROLES, (both._replace(full=both.full[:1]),)), Table(fewer, (both,), (), (tiles,))]) == [
+        "Warps",
+        "  0 .. 3 or 0 .. 7 reader: multiplies",
+        "  4 or 8  loader (40 registers): loads",
+        "",
+        "Pipelines",
+        "  s: 2 deep, full by 1 lane of loader + every thread of loader (some variants), freed by nobody",
+        "",
+        "Shared memory",
+        "  barriers",
+        "",
+        "Tensor memory",
+        "  S [2, columns], of two products (some variants)",
+    ]
+    assert describe([Table(ROLES, ())]) == [
+        "Warps",
+        "  0 .. 3  reader: multiplies",
+        "  4       loader (40 registers): loads",
+    ]
+
+
+def test_tensor_memory() -> None:
+    table = Table(ROLES, (), (), (Columns("S", 2, 64), Columns("O", 1, 128)))
+    assert (table.tensor_memory, table.column("S"), table.column("O")) == (256, 0, 128)
+    with pytest.raises(TableError, match="no tiles P in tensor memory"):
+        table.column("P")
+    with pytest.raises(TableError, match="two of the table's tiles of tensor memory have one name"):
+        Table(ROLES, (), (), (Columns("S", 2, 64), Columns("S", 1, 32)))
+
+
 KERNEL = '''"""A kernel."""
 
 import a_dsl_that_is_not_there
@@ -147,6 +182,37 @@ def test_a_table_is_read_without_the_dsl(package: Path) -> None:
     table = table_of_variant(width=8)
     assert (table.threads, table.shared_memory, table.bytes_of("k")) == (96, 2 * 8 * 4 + 2 * 8, 32)
     assert table_of('"""No table."""\n', package) is None
+
+
+HELPER = '''"""A helper."""
+
+import a_dsl_that_is_not_there
+from msa_tiles.dsl.cutedsl.table import WARP, Role, declares
+
+WARPS = 2
+
+
+@declares
+def role_of(name):
+    return Role(name, WARPS, f"{WARP} lanes a warp")
+'''
+
+
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("from msa_tiles.dsl.cutedsl.helper import role_of as role", 'role("all")'),
+        ("from msa_tiles.dsl.cutedsl import helper", 'helper.role_of("all")'),
+        ("from msa_tiles.dsl.cutedsl.helper import WARPS", 'Role("all", WARPS, "32 lanes a warp")'),
+    ],
+)
+def test_a_table_of_what_helpers_declare(line: str, call: str, package: Path) -> None:
+    (package / "dsl" / "cutedsl" / "helper.py").write_text(HELPER)
+    kernel = KERNEL.replace("STAGES = 2", f"{line}\n\nSTAGES = 2")
+    kernel = kernel.replace('Role("all", key_value.WARPS, "everything")', call)
+    table_of_variant = table_of(kernel, package)
+    assert table_of_variant is not None
+    assert (table_of_variant(width=8).threads, table_of_variant(width=8).roles["all"].does) == (64, "32 lanes a warp")
 
 
 @pytest.mark.parametrize(

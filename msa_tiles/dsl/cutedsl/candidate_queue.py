@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from msa_tiles.dsl.cutedsl import topk as top
+from msa_tiles.dsl.cutedsl.table import WARP, buffer, declares
 
 WAITING = 8  # candidates that a lane's queue holds
 INFINITY = top.INFINITY_BITS  # the key of an infinite score
@@ -57,10 +58,10 @@ class Candidates:
         self.positive = cute.make_rmem_tensor(1, Int32)  # whether the bounds of all lanes of the warp are above 0
 
 
-def allocate(memory, warps):
-    """Shared memory for the queues of these warps: [WAITING, lane, warp]."""
-    layout = cute.make_layout((WAITING, 32, warps), stride=(32, 1, 32 * WAITING))
-    return memory.allocate_tensor(Int64, layout, 128)
+@declares
+def queues_of(warps):
+    """The queues of the lanes of these warps: neighbouring lanes lie side by side."""
+    return buffer("queues", "int64", align=128, lanes=WARP, candidates=WAITING, warps=warps)
 
 
 @cute.jit

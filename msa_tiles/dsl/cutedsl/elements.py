@@ -8,5 +8,6 @@ ELEMENTS = {
     "float32": cutlass.Float32,
     "float8_e4m3fn": cutlass.Float8E4M3FN,
     "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,
 }

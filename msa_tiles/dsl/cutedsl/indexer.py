@@ -1,6 +1,7 @@
 """What index_score and select_blocks share: finding the tile, the producer, and the loop over pairs of score tiles.
 
-A kernel derives from `Indexer`, gives `finish_pair`, and calls the methods in the order in which they stand here.
+A kernel derives from `Indexer`, gives `finish_pair`, and calls the methods in the order in which they stand here. Its
+table has the roles of `roles_of`, the pipeline "q" of `queries_of`, and the index keys as "k".
 """
 
 from typing import Any, NamedTuple
@@ -8,8 +9,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -17,11 +18,41 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import scores, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, Role, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ROWS = 64  # of a consumer warpgroup: what one wgmma takes
 GROUP = 128  # threads of a warpgroup
-WARPS = GROUP // 32
+WARPS = 4  # of it
+
+
+@declares
+def roles_of(consumers, does, rest, producer_registers, consumer_registers):
+    """Consumer warpgroups, then one of which a warp loads; `rest` is the role of the others, by name and what it does.
+
+    What registers the last warpgroup gives away, it gives away as a whole.
+    """
+    name, what = rest
+    return (
+        Role("consumer", WARPS * consumers, does, consumer_registers),
+        Role("producer", 1, "loads Q once, then streams the index keys, one block a stage", producer_registers),
+        Role(name, WARPS - 1, what, producer_registers),
+    )
+
+
+@declares
+def queries_of(tiles, heads, head_dim, element):
+    """Tiles of ROWS queries of every head, which TMA brings once."""
+    return Parts(
+        (Pipeline("q", 1, (lane("producer"),), fills=("queries",)),),
+        (
+            buffer(
+                "queries", element, align=1024, note="swizzled, in panels of 128 bytes",
+                tiles=tiles, heads=heads, rows=ROWS, head_dim=head_dim,
+            ),
+        ),
+    )  # fmt: skip
 
 
 class Queries(NamedTuple):
@@ -34,26 +65,22 @@ class Queries(NamedTuple):
 class Indexer:
     """Scores of tiles of consecutive queries of one request, by blocks of keys.
 
-    `keys` is an operand, see msa_tiles.dsl.cutedsl.operands.index_native. A block of a paged request is found through
-    page_table [requests, max_pages]. Queries are of the element that is multiplied, and have scales where keys have.
+    `keys` is an operand, see msa_tiles.dsl.cutedsl.operands. A block of a paged request is found through page_table
+    [requests, max_pages]. Queries are of the element that is multiplied, and have scales where keys have.
     """
 
-    def __init__(self, keys, heads, consumers, producer_registers, consumer_registers, tiles_per_group=1):
-        """`heads` index heads are reduced to one maximum; a consumer warpgroup has so many tiles of ROWS queries."""
+    def __init__(self, table, keys, tiles, heads):
+        """`heads` index heads are reduced to one maximum; a CTA has so many tiles of ROWS queries."""
+        self.cta = table
         self.keys = keys
         self.element = keys.element
         self.head_dim = keys.head_dim
         self.block_size = keys.block_size
         self.stages = keys.stages
         self.heads = heads
-        self.consumers = consumers
-        self.producer_registers = producer_registers
-        self.consumer_registers = consumer_registers
-        self.tiles = tiles_per_group * consumers
-        self.tile = self.tiles * ROWS
-        self.threads = (consumers + 1) * GROUP
+        self.tiles = tiles
+        self.tile = tiles * ROWS
         self.panel = tma.panel_columns(self.element, self.head_dim)
-        self.query_bytes = self.tile * heads * self.head_dim * self.element.width // 8
 
     def arguments(self, out_element, scalars):
         """Stand-ins for cute.compile: the queries, the keys, each with their scales if they have any; page_table,
@@ -61,7 +88,7 @@ class Indexer:
         """
         total_q, heads, starts = cute.sym_int(), cute.sym_int(), cute.sym_int()
         queries = [stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES)]
-        if self.keys.key_scales is not None:
+        if self.keys.scaled:
             queries.append(stand_in(Float32, total_q, heads, last=cute.sym_int64()))
         return (
             *queries,
@@ -84,31 +111,23 @@ class Indexer:
         """A block for each head and tile slot: neighbours in the grid read the same keys."""
         return {
             "grid": (heads * (idx_q.shape[0] // self.tile + cute.size(cu_seqlens_q)), 1, 1),
-            "block": (self.threads, 1, 1),
+            "block": (self.cta.threads, 1, 1),
             # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
             "min_blocks_per_mp": 1,
         }
 
-    @cute.jit
-    def prepare(self, memory: SmemAllocator, atoms):
-        """Shared memory: queries [ROWS, head_dim, tile and head], what the keys hold, and the barrier of the queries.
-
-        Barriers are ready for use on return.
-        """
+    def layouts(self):
+        """Of the queries, [ROWS, head_dim, tile and head], and of the keys."""
         tiler = (ROWS, self.block_size, self.head_dim)
-        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, self.tiles * self.heads)
-        queries = memory.allocate_tensor(self.element, layout.outer, 1024, layout.inner)
-        allocated = self.keys.allocate(memory)
-        arrivals = (1, *self.keys.arrivals)
-        barriers = memory.allocate_array(Int64, len(arrivals))
-        if cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + i, arrivals[i])
-            cute.arch.mbarrier_init_fence()
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-        cute.arch.sync_threads()
-        return queries, self.keys.held(allocated, barriers + 1), barriers
+        queries = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, self.tiles * self.heads)
+        return {"queries": queries, **self.keys.layouts()}
+
+    @cute.jit
+    def prepare(self, memory: SmemAllocator, atoms: tuple):
+        """Shared memory: the buffers by name, what the keys hold, and the barrier of the queries; all ready for use."""
+        buffers = make_buffers(self.cta, memory, self.layouts())
+        barriers = make_barriers(self.cta, memory, atoms)
+        return buffers, self.keys.held(buffers, barriers), barriers + self.cta.place("q_full")
 
     @cute.jit
     def find_tile(
@@ -139,21 +158,30 @@ class Indexer:
             num_blocks = cutlass.max(most + self.block_size, 0) // self.block_size
         return request, first_token, end_token, length, first_limit, num_blocks
 
+    def query_boxes(self, queries):
+        """Where TMA writes queries: [rows, columns, tile, head, panel]."""
+        size = ROWS * self.head_dim
+        layout = cute.make_layout(
+            (ROWS, self.panel, self.tiles, self.heads, self.head_dim // self.panel),
+            stride=(self.panel, 1, self.heads * size, size, ROWS * self.panel),
+        )
+        return cute.make_tensor(queries.iterator, layout)
+
     @cute.jit
     def produce(
         self, mQ: Queries, sQ: cute.Tensor, q_full: cute.Pointer, stored: tuple, held: tuple, page_table: cute.Tensor,
         cu_seqlens_k: cute.Tensor, head: Int32, request: Int32, first_token: Int32, num_blocks: Int32,
     ):  # fmt: skip
         """The producer warp: all query tiles once, then one block of keys a stage."""
-        boxes = tma.boxes(sQ, ROWS, ROWS, self.head_dim, self.tiles * self.heads, self.panel)
+        boxes = self.query_boxes(sQ)
         if num_blocks > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full, self.query_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full, self.cta.bytes_of("q"))
             for tile in cutlass.range_constexpr(self.tiles):
                 for r in cutlass.range_constexpr(self.heads):
                     queries = mQ.rows[None, None, head * self.heads + r]
                     for panel in cutlass.range_constexpr(self.head_dim // self.panel):
-                        target = boxes[None, None, 0, panel, tile * self.heads + r]
+                        target = boxes[None, None, tile, r, panel]
                         tma.load_box(mQ.atom, queries, first_token + tile * ROWS, panel, target, q_full)
         stage = Int32(0)
         phase = Int32(1)

@@ -1,4 +1,4 @@
-"""What a thread block is made of, said once: roles (warps), pipelines (barriers) and buffers (shared memory).
+"""What a thread block is made of, said once: roles (warps), pipelines (barriers), buffers (shared and tensor memory).
 
 A kernel declares it in its function `cta`, an operand adds its share in its function `parts`. Barrier set-up, byte
 counts, the kernel's docstring and what the audit expects are derived from it. This module is plain Python, and what is
@@ -12,7 +12,7 @@ WARP = 32
 BARRIER_BYTES = 8
 WIDTH = 116  # of a line of a docstring
 LANE, EACH_WARP, EACH_THREAD = "1 lane", "1 lane of each warp", "every thread"
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "float8_e4m3fn": 1, "uint8": 1}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "uint8": 1}
 
 
 class TableError(ValueError):
@@ -87,6 +87,15 @@ def buffer(name: str, element: str, *, align: int = 16, note: str = "", **dims: 
     return Buffer(name, element, dims, align, note)
 
 
+class Columns(NamedTuple):
+    """`count` tiles in tensor memory, each of so many columns of its 128 lanes."""
+
+    name: str
+    count: int
+    columns: int
+    note: str = ""
+
+
 class Parts(NamedTuple):
     """What an operand adds to a table."""
 
@@ -103,27 +112,33 @@ class Table:
     """Roles, pipelines and buffers of a thread block. Raises TableError where they do not fit together."""
 
     def __init__(
-        self, roles: tuple[Role, ...], pipelines: tuple[Pipeline, ...], buffers: tuple[Buffer, ...] = ()
+        self,
+        roles: tuple[Role, ...],
+        pipelines: tuple[Pipeline, ...],
+        buffers: tuple[Buffer, ...] = (),
+        tensor_memory: tuple[Columns, ...] = (),
     ) -> None:
         self.roles = {role.name: role for role in roles}
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
         self.buffers = {each.name: each for each in buffers}
+        self.columns = {each.name: each for each in tensor_memory}
         for what, given, kept in (
-            ("role", roles, self.roles),
-            ("pipeline", pipelines, self.pipelines),
-            ("buffer", buffers, self.buffers),
+            ("roles", roles, self.roles),
+            ("pipelines", pipelines, self.pipelines),
+            ("buffers", buffers, self.buffers),
+            ("tiles of tensor memory", tensor_memory, self.columns),
         ):
             if len(given) != len(kept):
-                raise TableError(f"two of the table's {what}s have one name: {', '.join(each.name for each in given)}")
+                raise TableError(f"two of the table's {what} have one name: {', '.join(each.name for each in given)}")
         for pipeline in pipelines:
             self._check(pipeline)
         # Barriers in the order of the table, as (name, arrivals), one for each stage.
         self.barriers = [
-            (f"{pipeline.name}_{kind}", sum(map(self._count, arrivals)))
+            barrier
             for pipeline in pipelines
             for kind, arrivals in (("full", pipeline.full), ("free", pipeline.free))
             if arrivals
-            for _ in range(pipeline.depth)
+            for barrier in [(f"{pipeline.name}_{kind}", sum(map(self._count, arrivals)))] * pipeline.depth
         ]
 
     def _check(self, pipeline: Pipeline) -> None:
@@ -185,30 +200,58 @@ class Table:
             end = -(-end // each.align) * each.align + each.bytes
         return -(-end // BARRIER_BYTES) * BARRIER_BYTES + BARRIER_BYTES * len(self.barriers)
 
+    @property
+    def tensor_memory(self) -> int:
+        """Columns of tensor memory."""
+        return sum(each.count * each.columns for each in self.columns.values())
+
+    def column(self, name: str) -> int:
+        """Where tiles of this name begin in tensor memory."""
+        names = list(self.columns)
+        if name not in names:
+            raise TableError(f"the table has no tiles {name} in tensor memory")
+        return sum(each.count * each.columns for each in list(self.columns.values())[: names.index(name)])
+
 
 def describe(tables: list[Table]) -> list[str]:
     """The lines of a docstring that tell what the tables of all variants have; what some lack comes with a word."""
     lines = ["Warps"]
-    first = tables[0]
-    for role in first.roles.values():
-        begin = first.first_warp(role.name)
-        span = f"{begin} .. {begin + role.warps - 1}" if role.warps > 1 else str(begin)
+    for role in tables[0].roles.values():
+        spans = " or ".join(dict.fromkeys(_span(table, role.name) for table in tables))
         registers = f" ({role.registers} registers)" if role.registers else ""
-        lines.append(f"  {span:8}{role.name}{registers}: {role.does}")
-    lines += ["", "Pipelines"]
-    for name in _all(tables, "pipelines"):
+        lines.append(f"  {spans:7} {role.name}{registers}: {role.does}")
+    if names := _all(tables, "pipelines"):
+        lines += ["", "Pipelines"]
+    for name in names:
         each = next(table.pipelines[name] for table in tables if name in table.pipelines)
-        full = " + ".join([*map(_told, each.full), *(["bytes of " + ", ".join(each.fills)] if each.fills else [])])
+        bytes_of = [f"bytes of {', '.join(each.fills)}"] if each.fills else []
+        full = " + ".join([*_arrivals(tables, name), *bytes_of])
         free = " + ".join(map(_told, each.free)) or "nobody"
         lines.append(f"  {name}: {each.depth} deep, full by {full}, freed by {free}{_some(tables, 'pipelines', name)}")
-    lines += ["", "Shared memory"]
-    for name in _all(tables, "buffers"):
+    names = _all(tables, "buffers")
+    barriers = any(table.barriers for table in tables)
+    if names or barriers:
+        lines += ["", "Shared memory"]
+    for name in names:
         each = next(table.buffers[name] for table in tables if name in table.buffers)
         note = f", {each.note}" if each.note else ""
         dims = ", ".join(each.dims)
         lines.append(f"  {name} [{dims}] {each.element}{note}{_some(tables, 'buffers', name)}")
-    lines.append("  barriers")
+    if barriers:
+        lines.append("  barriers")
+    if names := _all(tables, "columns"):
+        lines += ["", "Tensor memory"]
+    for name in names:
+        each = next(table.columns[name] for table in tables if name in table.columns)
+        note = f", {each.note}" if each.note else ""
+        lines.append(f"  {name} [{each.count}, columns]{note}{_some(tables, 'columns', name)}")
     return [part for line in lines for part in _wrapped(line)]
+
+
+def _span(table: Table, role: str) -> str:
+    """A role's warps, the first and the last."""
+    begin, count = table.first_warp(role), table.roles[role].warps
+    return f"{begin} .. {begin + count - 1}" if count > 1 else str(begin)
 
 
 def _wrapped(line: str) -> list[str]:
@@ -218,6 +261,15 @@ def _wrapped(line: str) -> list[str]:
         cut = parts[-1].rindex(" ", 0, WIDTH + 1)
         parts[-1:] = [parts[-1][:cut], " " * 6 + parts[-1][cut + 1 :]]
     return parts
+
+
+def _arrivals(tables: list[Table], name: str) -> list[str]:
+    """Who fills the stages of a pipeline, in any table that has it."""
+    alike = [table.pipelines[name].full for table in tables if name in table.pipelines]
+    arrivals = dict.fromkeys(arrival for full in alike for arrival in full)
+    return [
+        _told(arrival) + ("" if all(arrival in full for full in alike) else " (some variants)") for arrival in arrivals
+    ]
 
 
 def _told(arrival: Arrival) -> str:

@@ -8,34 +8,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import maxima
 from msa_tiles.dsl.cutedsl.indexer import ROWS, WARPS, Indexer
 from msa_tiles.dsl.cutedsl.pipeline import following
+from msa_tiles.dsl.cutedsl.table import buffer, declares
 
 GROUP_ROWS = 2 * ROWS  # rows of a consumer warpgroup
 
 
+@declares
+def query_scales_of(tiles, heads):
+    """Scales of the queries of so many tiles, with a group of several heads."""
+    return buffer("query_scales", "float32", align=128, rows=tiles * ROWS, heads=heads)
+
+
 class TwoTileIndexer(Indexer):
-    """Tiles of consumers * GROUP_ROWS queries; otherwise as `Indexer`, whose methods of the same names these replace.
+    """Tiles of GROUP_ROWS queries a warpgroup; otherwise as `Indexer`, whose methods of the same names these replace.
 
     Only scales that can change a ranking are read. Those of queries do where a KV head has several index heads: rows'
     maxima are multiplied by them. One scale for all keys never does; scales of single keys (key_scales = 1) multiply
     the columns of a score tile.
     """
 
-    def __init__(self, keys, heads, consumers, producer_registers, consumer_registers):
-        super().__init__(keys, heads, consumers, producer_registers, consumer_registers, GROUP_ROWS // ROWS)
-
     def arguments(self, out_element, scalars):
         """The same, with the scales behind q_positions."""
         idx_q, q_scale, idx_k, k_scale, *places = super().arguments(out_element, scalars)
         return idx_q, idx_k, *places[:5], q_scale, k_scale, *places[5:]
-
-    def allocate_query_scales(self, memory: SmemAllocator):
-        """Scales of queries in shared memory: [row, head]."""
-        return memory.allocate_tensor(Float32, cute.make_layout((self.tile, self.heads)), 128)
 
     @cute.jit
     def read_query_scales(

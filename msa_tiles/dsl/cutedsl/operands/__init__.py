@@ -1,4 +1,4 @@
-"""Keys and values of attention in one storage format each: from global memory to the product that reads them.
+"""Keys and values of attention, and index keys, in one storage format each: from global memory to the product.
 
 A module here is one format. A skeleton imports it by a marked line and knows its contract, not its name:
 
@@ -43,6 +43,19 @@ ring_parts(stages, *, producer, decoder, readers, **scales) are the ring's pipel
   LANDING   the barriers at which the bytes of a stage are awaited first
   decoded   whether decoding warps pass each stage on: decode_tile, then an arrival at ring_full
   boxes     where TMA writes; load_scales beside it, and skip_scales for a stage that holds something else
+
+Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
+  multiplied()              the element of the product, and of queries
+  parts(name, head_dim, block_size, stages, *, producer, freed, **scales) -> Parts
+                            `freed` says who arrives when a stage has been read
+  IndexKeys(name, table, head_dim, block_size, pages_per_block, **scales)
+    element, scaled         of queries too: its type, and whether they and the keys have scales
+    key_scales              whether every key has one of its own, which lies in the stage until a product is reduced
+    arguments, stored, atoms, layouts, held   as above
+    pages, load             the producer warp finds the pages of a block, and loads it
+    factors(held, stage)    column j of a product with the stage's `tiles` is multiplied by number j of these, or None
+    row_factor(stored, scales, token, head)   what all products of a query are multiplied by, or None; `scales` are the
+                            module's `Scales`, or None
 
 Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
 be anything, so that the caller chooses before it adds.

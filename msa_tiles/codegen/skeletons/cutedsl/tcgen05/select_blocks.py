@@ -12,14 +12,17 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import topk as top
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.grid import head_and_place
-from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, MULTIPLIER, PRODUCER, TensorIndexer, fence_after_sync
+from msa_tiles.dsl.cutedsl.indexer import queries_of
+from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
+from msa_tiles.dsl.cutedsl.pipeline import following
+from msa_tiles.dsl.cutedsl.table import Columns, Pipeline, Role, Table, buffer, declares, lane, warps
+from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, TensorIndexer, fence_after_sync
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 ACCUMULATORS = 2  # <- tile.accumulators
+BOXES = 2  # of a tile of queries
 
 
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
@@ -35,31 +38,39 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     return kernel, kernel.arguments(Int32, scalars=5)
 
 
+@declares
+def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
+    """What a thread block is made of."""
+    queries = queries_of(BOXES, heads_per_group, head_dim, index_key.multiplied())
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=lane("multiplier"))
+    return Table(
+        roles=(
+            Role("epilogue", 4, "thread i reads row i of every product, keeps its maximum and the row's top-k list"),
+            Role("producer", 1, "loads Q once, then streams the index keys, one block a stage"),
+            Role("multiplier", 1, "S = Q K^T for every block and head in turn, arrivals by commit; owns tensor memory"),
+            Role("idle", 2, "nothing: tensor memory is given to whole warpgroups"),
+        ),
+        pipelines=(
+            *queries.pipelines,
+            *keys.pipelines,
+            Pipeline("s", ACCUMULATORS, (lane("multiplier"),), (warps("epilogue"),)),
+        ),
+        buffers=(*queries.buffers, *keys.buffers, buffer("address", "int32", ids=1, note="of the tensor memory")),
+        tensor_memory=(Columns("S", ACCUMULATORS, block_size, "float32, a query a lane"),),
+    )
+
+
 class SelectBlocks(TensorIndexer):
-    """Warps
-      0 .. 3   epilogue: thread i reads row i of every product, keeps its maximum and the row's top-k list
-      4        producer: loads Q once, then streams the index keys, one block a stage
-      5        multiplies: S = Q K^T for every block and head in turn; owns the tensor memory
-      6, 7     idle: tensor memory is given to whole warpgroups
-
-    Pipelines (name: depth, arrivals)
-      q_full: 1, 1 producer thread + TMA bytes
-      k_full: STAGES, 1 producer thread + TMA bytes      k_free: STAGES, 1 commit of the products that read it
-      s_full: ACCUMULATORS, 1 commit of the product      s_free: ACCUMULATORS, one of each epilogue warp
-
-    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
-      queries [heads_per_group, 128, head_dim]      keys [STAGES, block_size, head_dim]      barriers      an address
-    Tensor memory
-      S [ACCUMULATORS, 128 lanes, block_size columns] float32
+    """
+    # <- cta
 
     A product is reduced while the next one is multiplied. A row and its list belong to one thread, so that nothing is
     shuffled and no lists are merged. With several index heads per KV head the maximum also runs over the heads.
     """
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block):
-        super().__init__(
-            ELEMENTS[ELEMENT], head_dim, block_size, heads_per_group, pages_per_block, STAGES, ACCUMULATORS
-        )
+        table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block)
+        super().__init__(table, index_key.IndexKeys("k", table, head_dim, block_size, pages_per_block), heads_per_group)
         self.topk = topk
 
     @cute.jit
@@ -69,40 +80,38 @@ class SelectBlocks(TensorIndexer):
         use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
     ):  # fmt: skip
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
-        q_atom, mQ, k_atom, mK = self.describe(idx_q, idx_k)
         self.kernel(
-            q_atom, mQ, k_atom, mK, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
-            use_positions, init_blocks, local_blocks, order,
+            self.described(idx_q), self.keys.stored(idx_k), page_table, cu_seqlens_q, cu_seqlens_k, seqused_k,
+            q_positions, out, use_seqused, use_positions, init_blocks, local_blocks, order,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, q_atom: cute.CopyAtom, mQ: cute.Tensor, k_atom: cute.CopyAtom, mK: cute.Tensor, page_table: cute.Tensor,
-        cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor,
-        out: cute.Tensor, use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32,
-        order: Int32,
+        self, mQ: tuple, stored: tuple, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor, use_seqused: Int32, use_positions: Int32,
+        init_blocks: Int32, local_blocks: Int32, order: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sQ, sK, scores, q_full, k_full, k_free, s_full, s_free = self.prepare(SmemAllocator(), q_atom, k_atom)
+        producer, multiplier, idle = map(self.cta.first_warp, ("producer", "multiplier", "idle"))
+        sQ, held, scores, q_full, s_full, s_free = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
         )  # fmt: skip
         if first_token < end_token:
-            if warp == PRODUCER:
-                self.produce(
-                    q_atom, mQ, k_atom, mK, sQ, sK, q_full, k_full, k_free, page_table, cu_seqlens_k, head, request,
-                    first_token, num_blocks,
-                )  # fmt: skip
-            elif warp == MULTIPLIER:
-                self.multiply_all(sQ, sK, scores, q_full, k_full, k_free, s_full, s_free, num_blocks)
-            elif warp < PRODUCER:
+            if warp < producer:
                 self.consume(
                     scores, s_full, s_free, thread, head, first_token, end_token, first_limit, length, num_blocks,
                     q_positions, use_positions, init_blocks, local_blocks, order, out,
                 )  # fmt: skip
+            elif warp < multiplier:
+                self.produce(
+                    mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
+                )
+            elif warp < idle:
+                self.multiply_all(sQ, held, scores, q_full, s_full, s_free, num_blocks)
         self.finish(scores)
 
     @cute.jit
@@ -135,7 +144,7 @@ class SelectBlocks(TensorIndexer):
                 cute.arch.sync_warp()
                 fence_after_sync()
                 self.fold_product(reader, place, s_free, chains, room, block < full_blocks, lane)
-                place, phase = self.advance(place, phase, self.accumulators)
+                place, phase = following(place, phase, self.accumulators)
             maximum = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
             key = top.forced_key(top.order_key(maximum), block, valid, init_blocks, local_blocks)
             # An invisible block ranks with the empty entries and never gets in.

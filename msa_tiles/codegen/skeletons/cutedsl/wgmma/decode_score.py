@@ -13,28 +13,27 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.operands import index_native as index_key
+from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares, warps
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
 from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits, inclusive_sum
+from msa_tiles.dsl.cutedsl.warp import ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
-ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
-THREADS = 256
-GROUP = 128  # threads of the consumer warpgroup
-WARPS = GROUP // WARP
+WARPS = 4  # of the consumer warpgroup
+GROUP = 128  # threads of it
 WARP_ROWS = 16  # of a tile
 SWIZZLED = 8  # times 16 bytes, which a swizzle moves about
 
@@ -43,7 +42,7 @@ def decode_score(
     head_dim: int,
     block_size: int,
     pages_per_block: int,
-    key_scales: int,  # % if precision.scale
+    key_scales: int,  # % if "key_scales" in plan.variants
 ):
     """Build the kernel for one index dim, block size and page size.
 
@@ -63,9 +62,33 @@ def decode_score(
         head_dim,
         block_size,
         pages_per_block,
-        key_scales,  # % if precision.scale
+        key_scales=key_scales,  # % if "key_scales" in plan.variants
     )
     return kernel, kernel.arguments()
+
+
+@declares
+def cta(head_dim, block_size, pages_per_block, **scales):
+    """What a thread block is made of."""
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"), **scales)
+    return Table(
+        roles=(
+            Role(
+                "consumer", WARPS,
+                "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores",
+            ),
+            Role("producer", 1, "streams the index keys, one block a stage; its lanes look up the pages of 32 blocks"),
+            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups"),
+        ),
+        pipelines=keys.pipelines,
+        buffers=(
+            buffer(
+                "queries", index_key.multiplied(), align=1024, note="swizzled, in panels of 128 bytes",
+                rows=ROWS, head_dim=head_dim,
+            ),
+            *keys.buffers,
+        ),
+    )  # fmt: skip
 
 
 class Lengths(NamedTuple):
@@ -80,31 +103,16 @@ class Lengths(NamedTuple):
 
 
 class DecodeScore:
-    """Warps
-      warps 0 .. 3   consumer warpgroup: loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores
-      warp 4         producer: streams the index keys, one block a stage; its lanes look up the pages of 32 blocks
-      warps 5 .. 7   none: wgmma goes with whole warpgroups
+    """
+    # <- cta
 
-    Pipelines
-      full, free: as the operand of the index keys says, all consumer warps being its readers
-
-    Shared memory, tiles swizzled
-      queries [64, head_dim]      keys [STAGES, block_size, head_dim]      what else the keys take      barriers
-
-    Two CTAs share a multiprocessor. With more stages in flight than two each, DRAM delivers less. Each of these warps
-    finds the CTA's run by itself, 32 requests at a time.
+    Two CTAs share a multiprocessor. With more stages in flight than two each, DRAM delivers less. Each warp that is not
+    idle finds the CTA's run by itself, 32 requests at a time.
     """
 
-    def __init__(
-        self,
-        head_dim,
-        block_size,
-        pages_per_block,
-        key_scales=None,
-    ):
-        self.keys = index_key.IndexKeys(
-            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, WARPS
-        )
+    def __init__(self, head_dim, block_size, pages_per_block, **scales):
+        self.cta = cta(head_dim, block_size, pages_per_block, **scales)
+        self.keys = index_key.IndexKeys("k", self.cta, head_dim, block_size, pages_per_block, **scales)
         self.element = self.keys.element
         self.head_dim = head_dim
         self.block_size = block_size
@@ -135,8 +143,7 @@ class DecodeScore:
         self,
         idx_q: cute.Tensor,
         q_scale: cute.Tensor,  # % if precision.scale
-        idx_k: cute.Tensor,
-        k_scale: cute.Tensor,  # % if precision.scale
+        idx_k: cute.Tensor,  # <- tensors of operands.index_key
         page_table: cute.Tensor,
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
@@ -152,17 +159,17 @@ class DecodeScore:
         stream,
     ):
         """Launch, as early as the kernel before allows. An absent tensor is any other of its rank and type."""
-        # % if precision.scale
-        keys, scales = self.keys.stored(idx_k, k_scale), index_key.Scales(q_scale, use_q_scale, use_k_scale)
-        # % else
-        keys, scales = self.keys.stored(idx_k), None
-        # % endif
+        keys = self.keys.stored(
+            idx_k,  # <- tensors of operands.index_key
+        )
+        scales = None  # % if not precision.scale
+        scales = index_key.Scales(q_scale, use_q_scale, use_k_scale)  # % if precision.scale
         self.kernel(
             keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, causal,
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=2,
             # Stated, because the compiler would ask the GPU of this machine otherwise.
             preferred_smem_carveout=100,
@@ -176,32 +183,23 @@ class DecodeScore:
         cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
         use_seqused: Int32, use_positions: Int32, causal: Int32,
     ):  # fmt: skip
-        thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        producer = self.cta.first_warp("producer")
         memory = SmemAllocator()
         tiler = (ROWS, self.block_size, self.head_dim)
         q_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, 1)
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        allocated = self.keys.allocate(memory)
-        arrivals = self.keys.arrivals
-        barriers = memory.allocate_array(Int64, len(arrivals))
-        held = self.keys.held(allocated, barriers)
-        if thread == 0:
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + i, arrivals[i])
-            cute.arch.mbarrier_init_fence()
-            for atom in self.keys.atoms(stored):
-                cpasync.prefetch_descriptor(atom)
-        cute.arch.sync_threads()
+        buffers = make_buffers(self.cta, memory, {"queries": q_layout, **self.keys.layouts()})
+        barriers = make_barriers(self.cta, memory, self.keys.atoms(stored))
+        queries, held = buffers["queries"], self.keys.held(buffers, barriers)
         # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, ROWS // Int32(idx_q.shape[1]), Int32(out.shape[2])
         )
-        if warp == WARPS:
+        if warp == producer:
             self.produce(stored, held, page_table, lengths, self.find_run(lengths))
-        elif warp < WARPS:
+        elif warp < producer:
             run = self.find_run(lengths)
             self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
 

@@ -11,28 +11,27 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.grid import head_and_place
-from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer
-from msa_tiles.dsl.cutedsl.operands import index_native as index_key
+from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer, queries_of, roles_of
+from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane, scaled
+from msa_tiles.dsl.cutedsl.table import WARP, Table, buffer, declares, warps
 
-ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
 SCALARS = 3  # % if not precision.scale
 SCALARS = 5  # % if precision.scale
-WARP = 32
 WARP_ROWS = 16  # of a score tile
+PADDED = 33  # a column more than a line holds: rows then begin in different banks
 
 
 def index_score(
     head_dim: int,
     block_size: int,
     pages_per_block: int,
-    key_scales: int,  # % if precision.scale
+    key_scales: int,  # % if "key_scales" in plan.variants
 ):
     """Build the kernel for one index dim and block size.
 
@@ -51,48 +50,57 @@ def index_score(
         head_dim,
         block_size,
         pages_per_block,
-        key_scales,  # % if precision.scale
+        key_scales=key_scales,  # % if "key_scales" in plan.variants
     )
     return kernel, kernel.arguments(Float32, SCALARS)
 
 
+@declares
+def cta(head_dim, block_size, pages_per_block, **scales):
+    """What a thread block is made of."""
+    queries = queries_of(CONSUMERS, 1, head_dim, index_key.multiplied())
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"), **scales)
+    return Table(
+        roles=roles_of(
+            CONSUMERS,
+            "64 query rows a warpgroup: S = Q K^T for two KV blocks in turn, row maxima, stores",
+            ("filler", "-inf for the blocks that no row of the tile sees"),
+            PRODUCER_REGISTERS,
+            CONSUMER_REGISTERS,
+        ),
+        pipelines=(*queries.pipelines, *keys.pipelines),
+        buffers=(
+            *queries.buffers,
+            *keys.buffers,
+            buffer("gathered", "float32", warps=CONSUMERS * WARPS, rows=WARP_ROWS, blocks=PADDED, note="32 in use"),
+        ),
+    )
+
+
 class IndexScore(Indexer):
-    """Warps
-      warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, stores
-      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage;
-                                    the others: -inf for the blocks that no row of the tile sees
-
-    Pipelines (name: depth, arrivals)
-      q_full: 1, 1 producer thread + TMA bytes
-      full, free: as the operand of the index keys says, all consumer warps being its readers
-
-    Shared memory, tiles swizzled
-      queries [CONSUMERS, 64, head_dim]      keys [STAGES, block_size, head_dim]      what else the keys take
-      barriers      gathered [consumer warp, 16, 33] float32
+    """
+    # <- cta
 
     The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to 16i+15;
     their maxima gather in shared memory, 32 blocks a row, and leave as whole 128-byte lines.
     """
 
-    def __init__(
-        self,
-        head_dim,
-        block_size,
-        pages_per_block,
-        key_scales=None,
-    ):
-        keys = index_key.IndexKeys(
-            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, CONSUMERS * WARPS
-        )
-        super().__init__(keys, 1, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
+    def __init__(self, head_dim, block_size, pages_per_block, **scales):
+        table = cta(head_dim, block_size, pages_per_block, **scales)
+        keys = index_key.IndexKeys("k", table, head_dim, block_size, pages_per_block, **scales)
+        super().__init__(table, keys, CONSUMERS, 1)
+
+    def layouts(self):
+        """The same, and of the maxima of every warp, a row after the other."""
+        gathered = cute.make_ordered_layout(tuple(self.cta.buffers["gathered"].dims.values()), order=(2, 1, 0))
+        return {"gathered": gathered, **super().layouts()}
 
     @cute.jit
     def __call__(
         self,
         idx_q: cute.Tensor,
         q_scale: cute.Tensor,  # % if precision.scale
-        idx_k: cute.Tensor,
-        k_scale: cute.Tensor,  # % if precision.scale
+        idx_k: cute.Tensor,  # <- tensors of operands.index_key
         page_table: cute.Tensor,
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
@@ -107,11 +115,11 @@ class IndexScore(Indexer):
         stream,
     ):
         """Launch. An absent tensor is any other of its rank and type."""
-        # % if precision.scale
-        keys, scales = self.keys.stored(idx_k, k_scale), index_key.Scales(q_scale, use_q_scale, use_k_scale)
-        # % else
-        keys, scales = self.keys.stored(idx_k), None
-        # % endif
+        keys = self.keys.stored(
+            idx_k,  # <- tensors of operands.index_key
+        )
+        scales = None  # % if not precision.scale
+        scales = index_key.Scales(q_scale, use_q_scale, use_k_scale)  # % if precision.scale
         self.kernel(
             self.described(idx_q), keys, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out,
             use_seqused, use_positions, causal,
@@ -126,29 +134,25 @@ class IndexScore(Indexer):
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        memory = SmemAllocator()
-        sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))
-        consumer_warps = self.consumers * WARPS
-        # A column more than a line holds: rows then begin in different banks.
-        gathered = memory.allocate_tensor(
-            Float32, cute.make_layout((consumer_warps, WARP_ROWS, WARP), stride=(WARP_ROWS * (WARP + 1), WARP + 1, 1))
-        )
+        producer, filler = self.cta.first_warp("producer"), self.cta.first_warp("filler")
+        buffers, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
+        sQ, gathered = buffers["queries"], buffers["gathered"]
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, causal,
         )  # fmt: skip
         scored = cutlass.min(num_blocks, Int32(out.shape[2]))
         if first_token < end_token:
-            if warp >= consumer_warps:
-                cute.arch.setmaxregister_decrease(self.producer_registers)
-                if warp == consumer_warps:
+            if warp >= producer:
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if warp < filler:
                     self.produce(
                         mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
                     )
                 else:
-                    self.fill_unseen(warp - consumer_warps - 1, head, first_token, end_token, scored, out)
+                    self.fill_unseen(warp - filler, head, first_token, end_token, scored, out)
             else:
-                cute.arch.setmaxregister_increase(self.consumer_registers)
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 group = warp // 4
                 self.consume(
                     sQ, held, stored, scales, gathered[warp, None, None], q_full, group, thread % GROUP, head,
@@ -160,7 +164,7 @@ class IndexScore(Indexer):
     def fill_unseen(
         self, worker: Int32, head: Int32, first_token: Int32, end_token: Int32, scored: Int32, out: cute.Tensor
     ):
-        """-inf for the blocks from `scored` on; the producer's three idle warps take the rows in turn."""
+        """-inf for the blocks from `scored` on; the fillers take the rows in turn."""
         lane = cute.arch.lane_idx()
         token = first_token + worker
         last = cutlass.min(first_token + self.tile, end_token)
@@ -170,7 +174,7 @@ class IndexScore(Indexer):
             while block < Int32(out.shape[2]):
                 row[block] = -Float32.inf
                 block = block + WARP
-            token = token + GROUP // WARP - 1
+            token = token + self.cta.roles["filler"].warps
 
     @cute.jit
     def consume(

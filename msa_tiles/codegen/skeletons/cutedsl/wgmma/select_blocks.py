@@ -12,14 +12,13 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import topk as top
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.grid import head_and_place
-from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer
-from msa_tiles.dsl.cutedsl.operands import index_native as index_key
+from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer, queries_of, roles_of
+from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane
+from msa_tiles.dsl.cutedsl.table import Table, declares, warps
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
@@ -39,17 +38,27 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     return kernel, kernel.arguments(Int32, scalars=5)
 
 
+@declares
+def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
+    """What a thread block is made of."""
+    queries = queries_of(CONSUMERS, heads_per_group, head_dim, index_key.multiplied())
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"))
+    return Table(
+        roles=roles_of(
+            CONSUMERS,
+            "64 query rows a warpgroup: S = Q K^T for two KV blocks in turn, row maxima, top-k lists",
+            ("idle", "nothing"),
+            PRODUCER_REGISTERS,
+            CONSUMER_REGISTERS,
+        ),
+        pipelines=(*queries.pipelines, *keys.pipelines),
+        buffers=(*queries.buffers, *keys.buffers),
+    )
+
+
 class SelectBlocks(Indexer):
-    """Warps
-      warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
-      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
-
-    Pipelines (name: depth, arrivals)
-      q_full: 1, 1 producer thread + TMA bytes
-      full, free: as the operand of the index keys says, all consumer warps being its readers
-
-    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns
-      queries [CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]      barriers
+    """
+    # <- cta
 
     The consumer has two score tiles: one is multiplied while the other is reduced; a list of 64 leaves it registers
     for one. Warp i owns rows 16i to 16i+15; lane l serves row l % 16 and takes the even blocks (l < 16) or the odd
@@ -58,10 +67,9 @@ class SelectBlocks(Indexer):
     """
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block):
-        keys = index_key.IndexKeys(
-            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, None, STAGES, CONSUMERS * WARPS
-        )
-        super().__init__(keys, heads_per_group, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
+        table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block)
+        keys = index_key.IndexKeys("k", table, head_dim, block_size, pages_per_block)
+        super().__init__(table, keys, CONSUMERS, heads_per_group)
         self.topk = topk
 
     @cute.jit
@@ -85,20 +93,22 @@ class SelectBlocks(Indexer):
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sQ, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
+        producer, idle = self.cta.first_warp("producer"), self.cta.first_warp("idle")
+        buffers, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
+        sQ = buffers["queries"]
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
         )  # fmt: skip
         if first_token < end_token:
-            if warp >= self.consumers * WARPS:
-                cute.arch.setmaxregister_decrease(self.producer_registers)
-                if warp == self.consumers * WARPS:
+            if warp >= producer:
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if warp < idle:
                     self.produce(
                         mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
                     )
             else:
-                cute.arch.setmaxregister_increase(self.consumer_registers)
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 group = warp // 4
                 self.consume(
                     sQ, q_full, held, group, thread % GROUP, head, first_token + group * ROWS, end_token,

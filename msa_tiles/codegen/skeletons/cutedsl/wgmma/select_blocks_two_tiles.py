@@ -13,14 +13,14 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import candidate_queue
 from msa_tiles.dsl.cutedsl import topk as top
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.grid import head_and_place
+from msa_tiles.dsl.cutedsl.indexer import WARPS, queries_of, roles_of
 from msa_tiles.dsl.cutedsl.maxima import place_of_lane
-from msa_tiles.dsl.cutedsl.operands import index_native as index_key
-from msa_tiles.dsl.cutedsl.two_tiles import GROUP_ROWS, WARPS, TwoTileIndexer
+from msa_tiles.dsl.cutedsl.operands import index_e4m3 as index_key  # <- operands.index_key
+from msa_tiles.dsl.cutedsl.table import Table, declares, warps
+from msa_tiles.dsl.cutedsl.two_tiles import GROUP_ROWS, TwoTileIndexer, query_scales_of
 from msa_tiles.dsl.cutedsl.varlen import last_visible
 
-ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
@@ -44,19 +44,34 @@ def select_blocks(
     return kernel, kernel.arguments(Int32, scalars=6)
 
 
+@declares
+def cta(head_dim, block_size, topk, heads_per_group, pages_per_block, key_scales):
+    """What a thread block is made of."""
+    queries = queries_of(2 * CONSUMERS, heads_per_group, head_dim, index_key.multiplied())
+    keys = index_key.parts(
+        "k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"), key_scales=key_scales
+    )
+    return Table(
+        roles=roles_of(
+            CONSUMERS,
+            "128 query rows a warpgroup, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists",
+            ("idle", "nothing"),
+            PRODUCER_REGISTERS,
+            CONSUMER_REGISTERS,
+        ),
+        pipelines=(*queries.pipelines, *keys.pipelines),
+        buffers=(
+            *queries.buffers,
+            *keys.buffers,
+            query_scales_of(2 * CONSUMERS, heads_per_group),
+            candidate_queue.queues_of(CONSUMERS * WARPS),
+        ),
+    )
+
+
 class SelectBlocks(TwoTileIndexer):
-    """Warps
-      warpgroups 0 .. CONSUMERS-1   128 query rows each, in two tiles: S = Q K^T of a KV block, row maxima, top-k lists
-      warpgroup CONSUMERS           its first warp: loads Q once, then streams the index keys, one block a stage
-
-    Pipelines (name: depth, arrivals)
-      q_full: 1, 1 producer thread + TMA bytes
-      full, free: as the operand of the index keys says, all consumer warps being its readers
-
-    Shared memory, tiles of rows of head_dim bytes, swizzled
-      queries [2 * CONSUMERS * heads_per_group, 64, head_dim]      keys [STAGES, block_size, head_dim]
-      what else the keys take      barriers      query_scale [heads_per_group, CONSUMERS * 128]
-      queues [warp, candidate_queue.WAITING, lane] of 8 bytes
+    """
+    # <- cta
 
     The consumer has two score tiles, of the same keys: one is multiplied while the other is reduced; a list of 64
     leaves it registers for one. Warp i of a warpgroup owns rows 16i to 16i+15 of both tiles, and each of its lanes one
@@ -65,10 +80,9 @@ class SelectBlocks(TwoTileIndexer):
     """
 
     def __init__(self, head_dim, block_size, topk, heads_per_group, pages_per_block, key_scales):
-        keys = index_key.IndexKeys(
-            ELEMENTS[ELEMENT], head_dim, block_size, pages_per_block, key_scales, STAGES, CONSUMERS * WARPS
-        )
-        super().__init__(keys, heads_per_group, CONSUMERS, PRODUCER_REGISTERS, CONSUMER_REGISTERS)
+        table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block, key_scales)
+        keys = index_key.IndexKeys("k", table, head_dim, block_size, pages_per_block, key_scales)
+        super().__init__(table, keys, 2 * CONSUMERS, heads_per_group)
         self.topk = topk
 
     @cute.jit
@@ -92,27 +106,25 @@ class SelectBlocks(TwoTileIndexer):
     ):  # fmt: skip
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_producer = self.consumers * WARPS
-        memory = SmemAllocator()
-        sQ, held, q_full = self.prepare(memory, (mQ.atom, *self.keys.atoms(stored)))
-        query_scale = self.allocate_query_scales(memory)
-        queues = candidate_queue.allocate(memory, first_producer)
+        producer, idle = self.cta.first_warp("producer"), self.cta.first_warp("idle")
+        buffers, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
+        sQ, query_scale = buffers["queries"], buffers["query_scales"]
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
             slots - 1 - slot_reversed, Int32(out.shape[1]), cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions,
             use_seqused, use_positions, Int32(1),
         )  # fmt: skip
         if first_token < end_token:
-            if warp >= first_producer:
-                cute.arch.setmaxregister_decrease(self.producer_registers)
-                if warp == first_producer:
+            if warp >= producer:
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if warp < idle:
                     self.produce(
                         mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
                     )
             else:
-                cute.arch.setmaxregister_increase(self.consumer_registers)
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 rows = warp // WARPS * GROUP_ROWS
                 self.consume(
-                    sQ, q_full, held, query_scale, queues[None, cute.arch.lane_idx(), warp], warp, head,
+                    sQ, q_full, held, query_scale, buffers["queues"][cute.arch.lane_idx(), None, warp], warp, head,
                     first_token + rows, end_token, first_limit + rows, length, num_blocks, q_positions, use_positions,
                     q_scale, use_q_scale, init_blocks, local_blocks, order, out,
                 )  # fmt: skip
