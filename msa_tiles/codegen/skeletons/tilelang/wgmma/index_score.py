@@ -27,8 +27,8 @@ from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_vi
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
-PRODUCER_REGISTERS = 24  # <- tile.producer_registers
-CONSUMER_REGISTERS = 240  # <- tile.consumer_registers
+PRODUCER_REGISTERS = 40  # <- tile.producer_registers
+CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_safe_memory_legalize": True,
