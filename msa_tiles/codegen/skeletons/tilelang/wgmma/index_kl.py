@@ -75,6 +75,8 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     halves = head_dim // 64
     index_halves = index_dim // 64
     log2_group = group.bit_length() - 1
+    # Where there is no second consumer, its registers are left: addresses of 64 bits take more than 56.
+    producer_registers = PRODUCER_REGISTERS * (3 - consumers)
 
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
@@ -344,7 +346,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             T.fence_proxy_async()
             T.sync_threads()
             if tx >= consumers * 128:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                T.set_max_nreg(producer_registers, 0)
                 slot = T.alloc_var("int32")
                 phase = T.alloc_var("int32")
                 turn = T.alloc_var("int32")
