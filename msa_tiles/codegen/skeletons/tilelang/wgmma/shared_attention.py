@@ -158,8 +158,6 @@ def shared_attention(
             # The first place that each consumer warp wants to take again.
             again_shared = T.alloc_shared([4], "int32", scope="shared")
             done = T.alloc_barrier(arrive_count=128)
-            at = T.alloc_local([2], "int32")
-            q_phase = T.alloc_var("int32")
             head = T.alloc_var("int32")
             tile = T.alloc_var("int32")
             token = T.alloc_var("int32")
@@ -167,23 +165,27 @@ def shared_attention(
             most = T.alloc_var("int32")
             number = T.alloc_var("int32")
             key_row = T.alloc_var("int32")
-            place = T.alloc_var("int32")
-            turn = T.alloc_var("int32")
-            again = T.alloc_var("int32")
             tx = T.get_thread_binding()
             window_first = window_index * window
             window_last = T.min(window_first + window, total_q)
             tiles = T.ceildiv(window_last - window_first, queries)
             end = tiles * num_kv_heads
-            # Of the tiles of all heads; a tile that is taken again has one more turn.
-            place = cta
-            turn = 0
-            again = 0
-            at[0] = 0
-            at[1] = 0
-            q_phase = 0
+            # Each role counts in variables of its own: ptxas keeps one that both start from in one place for both, and
+            # that is the stack where either has no register for it.
             if tx >= 128:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                at = T.alloc_local([2], "int32")
+                q_phase = T.alloc_var("int32")
+                place = T.alloc_var("int32")
+                turn = T.alloc_var("int32")
+                again = T.alloc_var("int32")
+                at[0] = 0
+                at[1] = 0
+                q_phase = 0
+                # Of the tiles of all heads; a tile that is taken again has one more turn.
+                place = cta
+                turn = 0
+                again = 0
                 landed_phase = T.alloc_var("int32")
                 landed_phase = 0
                 # Four counts a word: the producer has few registers.
@@ -293,6 +295,11 @@ def shared_attention(
                         place = first_again(again_shared)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                at = T.alloc_local([2], "int32")
+                q_phase = T.alloc_var("int32")
+                place = T.alloc_var("int32")
+                turn = T.alloc_var("int32")
+                again = T.alloc_var("int32")
                 S = T.alloc_fragment([ROWS, block_size], "float32")
                 P = T.alloc_fragment([ROWS, block_size], ELEMENT)
                 O = T.alloc_fragment([ROWS, head_dim], "float32")
@@ -311,6 +318,12 @@ def shared_attention(
                 noted = T.alloc_var("int32")
                 seeing = T.alloc_var("int32")
                 first = T.alloc_local([1], "int32")
+                at[0] = 0
+                at[1] = 0
+                q_phase = 0
+                place = cta
+                turn = 0
+                again = 0
                 staged = -1
                 noted = end
                 while place < end:
