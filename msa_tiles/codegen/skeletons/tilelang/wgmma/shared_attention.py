@@ -101,6 +101,8 @@ def shared_attention(
     num_tiles, capacity, window, topk = T.dynamic("num_tiles, capacity, window, topk")
     q_token, q_head = strides("q_token, q_head")
     out_token, out_head, lse_token, lse_head = strides("out_token, out_head, lse_token, lse_head")
+    # Of a tensor without gaps as well: products of its extents would be made anew in 64 bits for every slot.
+    plse_token, plse_slot = strides("plse_token, plse_slot")
     # Both in the element of the partial results, with which they share the ring.
     keys, values = (
         key_value.Operand(
@@ -129,7 +131,7 @@ def shared_attention(
         rest_counts: T.Tensor((num_kv_heads, total_q), "int32"),
         last_rows: T.Tensor((total_q,), "int32"),
         partial_out: T.Tensor((window, topk, num_q_heads, head_dim), ELEMENT),
-        partial_lse: T.Tensor((window, topk, num_q_heads), "float32"),
+        partial_lse: T.StridedTensor((window, topk, num_q_heads), (plse_token, plse_slot, 1), "float32"),
         out: T.StridedTensor((total_q, num_q_heads, head_dim), (out_token, out_head, 1), ELEMENT),
         lse: T.StridedTensor((total_q, num_q_heads), (lse_token, lse_head), "float32"),
         scale_log2: T.float32,
@@ -331,6 +333,9 @@ def shared_attention(
                     tile = place - head * tiles
                     token = window_first + tile * queries
                     tile = tile + T.truncdiv(window_first, queries)
+                    # A product that starts from zero is told of the old values all the same, and a tile without blocks
+                    # has none: without this, S would hold its registers through the merge, which needs them.
+                    T.fill(S, 0.0)
                     T.barrier_wait(tile_full[turn % TILES], (turn // TILES) & 1)
                     num = tile_shared[turn % TILES, 0]
                     most = tile_shared[turn % TILES, 1]
