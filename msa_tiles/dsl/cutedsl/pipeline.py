@@ -3,6 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
+from msa_tiles.dsl.cutedsl.topk import pick
+
 
 @cute.jit
 def following(place: Int32, phase: Int32, end, begin=0):
@@ -12,6 +14,12 @@ def following(place: Int32, phase: Int32, end, begin=0):
         place = Int32(begin)
         phase = phase ^ 1
     return place, phase
+
+
+@cute.jit
+def preceding(place: Int32, phase: Int32, end):
+    """The place before one in the ring 0 .. `end` - 1, and its phase."""
+    return pick(place == 0, end - 1, place - 1), pick(place == 0, phase ^ 1, phase)
 
 
 @cute.jit

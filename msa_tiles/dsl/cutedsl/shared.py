@@ -33,6 +33,17 @@ def make_buffers(table, memory: SmemAllocator, layouts: dict) -> dict:
     return found
 
 
+def by_rows(table, *names) -> dict:
+    """Layouts of these buffers, their last dim running fastest."""
+    shapes = {name: tuple(table.buffers[name].dims.values()) for name in names}
+    return {name: cute.make_ordered_layout(s, order=tuple(reversed(range(len(s))))) for name, s in shapes.items()}
+
+
+def barriers_of(table, first) -> dict:
+    """Pointers to the first barrier of every name (`<pipeline>_full`, `<pipeline>_free`)."""
+    return {name: first + table.place(name) for name, _ in table.barriers}
+
+
 @cute.jit
 def make_barriers(table: cutlass.Constexpr, memory: SmemAllocator, atoms: tuple):
     """A pointer to the first of the table's barriers, ready for all threads on return; all of them must call it.

@@ -59,6 +59,7 @@ class Pipeline(NamedTuple):
     free: tuple[Arrival, ...] = ()
     fills: tuple[str, ...] = ()  # buffers, of which TMA writes one stage each
     bytes: int | None = None  # that TMA writes a stage; None: the whole of that
+    note: str = ""
 
 
 class Buffer(NamedTuple):
@@ -227,7 +228,9 @@ def describe(tables: list[Table]) -> list[str]:
         bytes_of = [f"bytes of {', '.join(each.fills)}"] if each.fills else []
         full = " + ".join([*_arrivals(tables, name), *bytes_of])
         free = " + ".join(map(_told, each.free)) or "nobody"
-        lines.append(f"  {name}: {each.depth} deep, full by {full}, freed by {free}{_some(tables, 'pipelines', name)}")
+        note = f"; {each.note}" if each.note else ""
+        some = _some(tables, "pipelines", name)
+        lines.append(f"  {name}: {each.depth} deep, full by {full}, freed by {free}{some}{note}")
     names = _all(tables, "buffers")
     barriers = any(table.barriers for table in tables)
     if names or barriers:

@@ -9,7 +9,7 @@ from msa_tiles.dsl.cutedsl.kl.grading import Grading
 from msa_tiles.dsl.cutedsl.kl.layout import FIRST, GROUP, LAST, Shared
 from msa_tiles.dsl.cutedsl.kl.results import Results, Writers
 from msa_tiles.dsl.cutedsl.kl.tile import Tile, Tiles
-from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following, preceding
 
 
 class Consumers(Tiles, Grading, Writers):
@@ -47,9 +47,9 @@ class Consumers(Tiles, Grading, Writers):
                 number = number + 1
             if cutlass.const_expr(gradients):
                 # What the loop has left for later.
-                before, phase_before = self.chunk_before(buffer, chunk_phase)
+                before, phase_before = preceding(buffer, chunk_phase, self.chunks)
                 self.finish(shared, results, tile, number, before)
-                cute.arch.mbarrier_wait(shared.exchanged + before, phase_before)
+                cute.arch.mbarrier_wait(shared.exchanged_full + before, phase_before)
                 self.multiply_keys_transposed(tile, before, shared.headers[before, 4] & 1)
                 warpgroup.wait_group(0)
                 self.store_queries(shared, results, tile, before)
@@ -62,12 +62,8 @@ class Consumers(Tiles, Grading, Writers):
         """One chunk, S of its second tile done and its first one taken in, and as much of the next chunk."""
         bits = shared.headers[buffer, 0]
         turn = shared.headers[buffer, 4]
-        before, phase_before = self.chunk_before(buffer, chunk_phase)
-        after = buffer + 1
-        phase_after = chunk_phase
-        if after == self.chunks:
-            after = Int32(0)
-            phase_after = chunk_phase ^ 1
+        before, phase_before = preceding(buffer, chunk_phase, self.chunks)
+        after, phase_after = following(buffer, chunk_phase, self.chunks)
         real = Int32(1)  # whether there is a next chunk
         for t in cutlass.range_constexpr(1, self.tiles):
             if cutlass.const_expr(t + 1 == self.tiles):
@@ -100,9 +96,9 @@ class Consumers(Tiles, Grading, Writers):
         if cutlass.const_expr(gradients):
             # Whoever has written dS of the chunk before is done with the one that stands where this one goes.
             if number > 0:
-                cute.arch.mbarrier_wait(shared.exchanged + before, phase_before)
+                cute.arch.mbarrier_wait(shared.exchanged_full + before, phase_before)
             self.stage(tile, buffer)
-            arrive(shared.exchanged + buffer)
+            arrive(shared.exchanged_full + buffer)
             self.multiply_queries(tile, buffer, (bits & FIRST) == 0)
             # Before the first chunk this multiplies anything, and the result is dropped.
             self.multiply_keys_transposed(tile, before, shared.headers[before, 4] & 1)
@@ -184,7 +180,7 @@ class Consumers(Tiles, Grading, Writers):
     def finish(self, shared: Shared, results: Results, tile: Tile, number: Int32, before: Int32):
         """Once the chunk in `before` is done: store d_idx_q of the one before it, and d_idx_k if its task is done."""
         if number > 1:
-            place, _ = self.chunk_before(before, Int32(0))
+            place, _ = preceding(before, Int32(0), self.chunks)
             self.store_queries(shared, results, tile, place)
             arrive(shared.chunk_free + place)
         if number > 0:

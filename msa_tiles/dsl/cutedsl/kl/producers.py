@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.kl.layout import FIRST, LAST, LOG2_E, PREPARERS, WARP, Layout, Shared
-from msa_tiles.dsl.cutedsl.pipeline import following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
@@ -25,7 +25,7 @@ class Producers(Layout):
     ):  # fmt: skip
         """The claiming warp: one task after the other, its entry, then its keys and index keys."""
         lane = cute.arch.lane_idx()
-        k_boxes = self.blocks.boxes(shared.block)
+        k_boxes = self.blocks.boxes(shared.k_tile)
         index_boxes = tma.boxes(shared.keys, self.block_size, self.block_size, self.index_dim, 2)
         cpasync.prefetch_descriptor(k_atom)
         cpasync.prefetch_descriptor(index_atom)
@@ -34,7 +34,7 @@ class Producers(Layout):
         running = Int32(1)
         while running > 0:
             parity = turn & 1
-            cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
+            cute.arch.mbarrier_wait(shared.task_gathered_full, parity ^ 1)
             claim = next_claim(claim, claims, counts, window_index, heads, self.listed)
             head = claim.head
             row = Int32(0)
@@ -59,7 +59,7 @@ class Producers(Layout):
                 cute.arch.mbarrier_wait(shared.keys_free + parity, (turn >> 1) & 1 ^ 1)
                 full = shared.keys_full + parity
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.index_blocks.block_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.cta.bytes_of("keys"))
                 for panel in cutlass.range_constexpr(self.index_dim // tma.PANEL):
                     tma.load_box(index_atom, mIndex, row, panel, index_boxes[None, None, 0, panel, parity], full)
             turn = turn + 1
@@ -96,7 +96,7 @@ class Producers(Layout):
                 tiles = (num + self.chunk_edges - 1) // self.chunk_edges * self.tiles
                 for number in cutlass.range(tiles, unroll=1):
                     if (number == tiles - self.tiles) & (lane == 0):
-                        cute.arch.mbarrier_arrive(shared.task_gathered)
+                        cute.arch.mbarrier_arrive(shared.task_gathered_full)
                     current = edge
                     queries = cutlass.max(cutlass.min(left, self.queries), 0)
                     left = left - self.queries
@@ -149,7 +149,7 @@ class Producers(Layout):
                 edge = of_head[first_edge + cutlass.min(lane % self.chunk_edges, num - 1)]
                 for first in cutlass.range(0, num, self.chunk_edges, unroll=1):
                     if (first + self.chunk_edges >= num) & (lane == 0):
-                        cute.arch.mbarrier_arrive(shared.task_gathered)
+                        cute.arch.mbarrier_arrive(shared.task_gathered_full)
                     current = edge
                     edge = of_head[
                         first_edge + cutlass.min(first + self.chunk_edges + lane % self.chunk_edges, num - 1)
@@ -179,13 +179,8 @@ class Producers(Layout):
                         shared.headers[buffer, 3] = shared.tasks[parity, 3]
                         shared.headers[buffer, 4] = turn
                     cute.arch.fence_view_async_shared()
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(shared.chunk_full + buffer)
-                    buffer = buffer + 1
-                    if buffer == self.chunks:
-                        buffer = Int32(0)
-                        phase = phase ^ 1
+                    arrive(shared.chunk_full + buffer)
+                    buffer, phase = following(buffer, phase, self.chunks)
             turn = turn + 1
 
     @cute.jit

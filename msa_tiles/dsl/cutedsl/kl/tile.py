@@ -87,7 +87,7 @@ class Tiles(Layout):
             wgmma.operand_b(query_product, shared.dS),
             swap_ab.accumulator(query_product, self.own_tiles * ROWS, self.chunk_edges),
             row_loss,
-            (ldmatrix, loading, loading.partition_S(shared.block)),
+            (ldmatrix, loading, loading.partition_S(shared.k_tile)),
             (stmatrix, staging, staging.partition_D(by_key)),
             scale_log2,
             index_scale_log2,

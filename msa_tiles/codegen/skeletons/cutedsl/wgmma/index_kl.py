@@ -24,11 +24,13 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.gather import ATOM
 from msa_tiles.dsl.cutedsl.kl.consumers import Consumers
-from msa_tiles.dsl.cutedsl.kl.layout import GROUP, WARPS
+from msa_tiles.dsl.cutedsl.kl.layout import PREPARERS, WARPS
 from msa_tiles.dsl.cutedsl.kl.producers import Producers
 from msa_tiles.dsl.cutedsl.kl.results import Results
+from msa_tiles.dsl.cutedsl.table import Pipeline, Role, Table, buffer, declares, lane, warps
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
@@ -55,22 +57,77 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     return kernel, kernel.arguments()
 
 
-class IndexKl(Producers, Consumers):
-    """Warps
-      warpgroups 0 .. consumers-1   block_size // 64 of them, all of which take every tile
-      warpgroup consumers           warp 0: claims tasks, loads K and idx_k
-                                    warp 1: gathers the query rows of every tile, by TMA
-                                    warps 2 and 3: half of every chunk each: its index queries and what is known of
-                                    its edges
+@declares
+def cta(head_dim, index_dim, block_size, group, prefix):
+    """What a thread block is made of."""
+    swizzled = "swizzled by 128 bytes, in panels of 64 columns"
+    rows = max(group, ATOM)
+    return Table(
+        roles=(
+            Role(
+                "consumer", block_size // ROWS * WARPS, "64 keys a warpgroup; all of them take every tile",
+                CONSUMER_REGISTERS,
+            ),
+            Role("claimer", 1, "claims tasks, loads K and idx_k", PRODUCER_REGISTERS),
+            Role("gatherer", 1, "gathers the query rows of every tile, by TMA", PRODUCER_REGISTERS),
+            Role(
+                "preparer", PREPARERS, "a part of every chunk each: its index queries and what is known of its edges",
+                PRODUCER_REGISTERS,
+            ),
+        ),
+        pipelines=(
+            Pipeline("task", 2, (lane("claimer"),)),
+            Pipeline(
+                "task_gathered", 1, (lane("gatherer"), warps("preparer")),
+                note="as each comes to the task's last chunk",
+            ),
+            Pipeline("k", 1, (lane("claimer"),), (warps("consumer"),), ("k_tile",)),
+            Pipeline("keys", 2, (lane("claimer"),), (warps("consumer"),), ("keys",)),
+            Pipeline("q", STAGES, (lane("gatherer"),), (warps("consumer"),), ("ring",)),
+            Pipeline("chunk", CHUNKS, (warps("preparer"),), (warps("consumer"),)),
+            Pipeline(
+                "exchanged", CHUNKS, (warps("consumer"),), note="once the warp's keys of a chunk's dS are written"
+            ),
+        ),
+        buffers=(
+            buffer(
+                "k_tile", ELEMENT, align=1024, note=f"{swizzled}: K on its way to registers",
+                block_size=block_size, head_dim=head_dim,
+            ),
+            buffer(
+                "keys", ELEMENT, align=1024, note=f"{swizzled}: idx_k of two tasks",
+                stages=2, block_size=block_size, index_dim=index_dim,
+            ),
+            buffer(
+                "ring", ELEMENT, align=1024, note="queries, laid out as msa_tiles.dsl.cutedsl.gather says",
+                stages=STAGES, rows=ROWS, head_dim=head_dim,
+            ),
+            buffer(
+                "index_queries", ELEMENT, align=1024, note=swizzled, chunks=CHUNKS, edges=EDGES, index_dim=index_dim
+            ),
+            buffer("dS", ELEMENT, align=1024, note=swizzled, chunks=CHUNKS, edges=EDGES, block_size=block_size),
+            buffer(
+                "lse", "float32", note="what the four lanes of a row need of an edge: neighbours in the accumulators",
+                heads=rows // 4, lanes=4, edges=EDGES, chunks=CHUNKS,
+            ),
+            buffer("edges", "int32", note="or -1, in the order of accumulators' columns", chunks=CHUNKS, edges=EDGES),
+            buffer("index_lse", "float32", note="likewise", chunks=CHUNKS, edges=EDGES),
+            buffer("weights", "float32", note="likewise", chunks=CHUNKS, edges=EDGES),
+            buffer(
+                "headers", "int32", note="bits or -1 at the end, head, task, valid rows, how many tasks came before",
+                chunks=CHUNKS, numbers=5,
+            ),
+            buffer(
+                "tasks", "int32", note="first edge, edges or -1 at the end, head, valid rows, task",
+                tasks=2, numbers=5,
+            ),
+        ),
+    )  # fmt: skip
 
-    Pipelines (name: depth, arrivals)
-      task_full: 2, 1 lane of the claiming warp
-      task_gathered: 1, 1 lane of each of warps 1 to 3, as it comes to the task's last chunk
-      k_full: 1, keys_full: 2, 1 producer lane + TMA bytes
-      k_free: 1, keys_free: 2, 1 lane of each consumer warp
-      q_full: STAGES, 1 producer lane + TMA bytes      q_free: STAGES, 1 lane of each consumer warp
-      chunk_full: CHUNKS, 1 lane of warps 2 and 3      chunk_free: CHUNKS, 1 lane of each consumer warp
-      exchanged: CHUNKS, 1 lane of each consumer warp, once its keys of a chunk's dS are written
+
+class IndexKl(Producers, Consumers):
+    """
+    # <- cta
 
     A task is claimed when the last chunk of the one before is on its way: as late as the rings allow, so that no CTA
     hoards work. Its entry is overwritten two tasks later, when all who read it have left it behind.
@@ -78,15 +135,6 @@ class IndexKl(Producers, Consumers):
     The chunks of all tasks are one stream to the consumers, whose headers say where a task begins and ends: the first
     tiles of a task are multiplied while the chunk before is being finished. The gathering warps fill every tile of a
     chunk, though the last ones of a task may have no query.
-
-    Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns where nothing else is said
-      block [block_size, head_dim]: K on its way to registers      keys [2, block_size, index_dim]: idx_k of two tasks
-      ring [STAGES, 64, head_dim], laid out as msa_tiles.dsl.cutedsl.gather says
-      index_queries [CHUNKS, EDGES, index_dim]      dS [CHUNKS, EDGES, block_size]
-      tasks [2, (first edge, edges or -1 at the end, head, valid rows, task)]
-      headers [CHUNKS, (bits or -1 at the end, head, task, valid rows, how many tasks came before)]
-      lse [CHUNKS, EDGES, rows_per_query]; edges, index_lse and weights [CHUNKS, EDGES]: the edge, or -1, its index LSE
-      and weight, in the order of the accumulators' columns      barriers
 
     A chunk of a consumer, S of its second tile ready and the first one's exponentials taken: what is started in order,
     each before the exponentials that it hides behind
@@ -99,7 +147,8 @@ class IndexKl(Producers, Consumers):
     """
 
     def __init__(self, head_dim, index_dim, block_size, group, prefix):
-        super().__init__(ELEMENTS[ELEMENT], head_dim, index_dim, block_size, group, prefix, STAGES, EDGES, CHUNKS)
+        table = cta(head_dim, index_dim, block_size, group, prefix)
+        super().__init__(table, head_dim, index_dim, block_size, group, prefix)
 
     def arguments(self):
         """Stand-ins for cute.compile: 15 tensors, 7 scalars and the stream."""
@@ -147,7 +196,7 @@ class IndexKl(Producers, Consumers):
             results, scale_log2, index_scale_log2, gradients, window, window_index,
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=((self.consumers + 1) * GROUP, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
             min_blocks_per_mp=1,
             stream=stream,
@@ -162,18 +211,18 @@ class IndexKl(Producers, Consumers):
         window_index: Int32,
     ):  # fmt: skip
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        claimer, gatherer, preparer = map(self.cta.first_warp, ("claimer", "gatherer", "preparer"))
         shared = self.allocate(SmemAllocator())
-        if warp_index >= self.consumers * WARPS:
+        if warp_index >= claimer:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            role = warp_index - self.consumers * WARPS
-            if role == 0:
+            if warp_index < gatherer:
                 heads = Int32(results.losses.shape[0])
                 self.claim(k_atom, mK, index_atom, mIndex, shared, tasks, counts, claims, window_index, heads)
-            elif role == 1:
+            elif warp_index < preparer:
                 self.gather(q_atom, mQ, shared, edges, results.present, window_index, window_index * window, gradients)
             else:
                 given = (idx_q, lse, index_lse, weights)
-                self.prepare(given, shared, edges, window_index, window_index * window, role - 2)
+                self.prepare(given, shared, edges, window_index, window_index * window, warp_index - preparer)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if gradients > 0:

@@ -15,6 +15,7 @@ from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer, queries_of, roles_of
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane, scaled
+from msa_tiles.dsl.cutedsl.shared import by_rows
 from msa_tiles.dsl.cutedsl.table import WARP, Table, buffer, declares, warps
 
 STAGES = 4  # <- tile.stages
@@ -92,8 +93,7 @@ class IndexScore(Indexer):
 
     def layouts(self):
         """The same, and of the maxima of every warp, a row after the other."""
-        gathered = cute.make_ordered_layout(tuple(self.cta.buffers["gathered"].dims.values()), order=(2, 1, 0))
-        return {"gathered": gathered, **super().layouts()}
+        return {**by_rows(self.cta, "gathered"), **super().layouts()}
 
     @cute.jit
     def __call__(
