@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from warpgroups import POISON, Blocks, Boxes, Chip, Fragment, Memory, Multiplications, Operand, Pair, Pairs, Writing
-from warps import Array, Deadlock, Pointer, load, motions
+from warps import Array, Deadlock, Pointer, changed, load, motions, tables
 
+from msa_tiles.dsl.cutedsl.table import Table, lane, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 
@@ -159,6 +161,8 @@ def device_code(chip: Chip, block_size: int, source: str | None = None) -> dict[
         ),
         "wgmma": multiplications,
         "SmemAllocator": lambda: Memory(chip),
+        "ATOM": 8,
+        **tables(chip),
         "ELEMENTS": {"bfloat16": None},
         "ROWS": TILE,
     }
@@ -258,9 +262,15 @@ def wanted(given: Problem, block_size: int) -> Results:
 
 
 def differentiate(
-    given: Problem, seed: int, block_size: int, head_dim: int, source: str | None, sizes: dict[str, int]
+    given: Problem,
+    seed: int,
+    block_size: int,
+    head_dim: int,
+    source: str | None,
+    sizes: dict[str, int],
+    change: Callable[[Table], Table] = lambda table: table,
 ) -> Results:
-    """Two thread blocks one after another: the second finds nothing left."""
+    """Two thread blocks one after another: the second finds nothing left. `change` makes another table of it."""
     dq, marks, sums = (Array(tensor) for tensor in nothing_yet(given))
     claims = Array(np.zeros(2, dtype=int))
     consumers, panels = block_size // TILE, head_dim // TILE
@@ -270,6 +280,7 @@ def differentiate(
         module.update(sizes)
         kernel = object.__new__(module["SparseAttentionBackward"])
         vars(kernel).update(
+            cta=change(module["cta"](head_dim, block_size, GROUP)),
             element=types.SimpleNamespace(width=64),
             head_dim=head_dim,
             block_size=block_size,
@@ -297,10 +308,11 @@ def check(
     head_dim: int,
     source: str | None = None,
     tasks: tuple[tuple[int, int, int], ...] = TASKS,
+    change: Callable[[Table], Table] = lambda table: table,
     **sizes: int,
 ) -> None:
     given = problem(seed, block_size, head_dim, tasks)
-    found = differentiate(given, seed, block_size, head_dim, source, sizes)
+    found = differentiate(given, seed, block_size, head_dim, source, sizes, change)
     for got, right in zip(found, wanted(given, block_size), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-9, atol=1e-9)
 
@@ -319,11 +331,11 @@ def test_what_faults_are_shown_on_is_right_without_one() -> None:
 WAIT = "cute.arch.mbarrier_wait(shared."
 # What each fault replaces, and by what.
 FAULTS = {
-    "a tile is overwritten while it is read": (f"{WAIT}free + slot, phase)\n                    full", "full"),
-    "a tile is read before it came": (f"{WAIT}full + slot, phase)", "pass"),
+    "a tile is overwritten while it is read": (f"{WAIT}ring_free + slot, phase)\n                    full", "full"),
+    "a tile is read before it came": (f"{WAIT}ring_full + slot, phase)", "pass"),
     "a tile is given back before dK is made": (
-        "warpgroup.wait_group(0)\n        arrive(shared.free",
-        "arrive(shared.free",
+        "warpgroup.wait_group(0)\n        arrive(shared.ring_free",
+        "arrive(shared.ring_free",
     ),
     "keys are overwritten while they are read": (f"{WAIT}k_free, parity ^ 1)", "pass"),
     "keys are read before they came": (f"{WAIT}k_full, parity)", "pass"),
@@ -353,3 +365,21 @@ def test_a_fault_shows(fault: str) -> None:
     with pytest.raises((AssertionError, Deadlock)):
         for seed in range(6):
             check(seed, 64, 64, text.replace(right, wrong), FEW)
+
+
+GATHERED = (lane("q_gatherer"), lane("do_gatherer"), lane("copier"))
+# A pipeline whose table says something else than the roles do.
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "an arrival too many": ("scores", {"full": (warps("consumer"), lane("claimer"))}),
+    "nobody copies": ("ring", {"full": (lane("q_gatherer"), lane("do_gatherer"))}),
+    "one consumer warp is enough": ("k", {"free": (lane("consumer"),)}),
+    "as many as there are producers": ("task_gathered", {"full": (lane("claimer"), *GATHERED)}),
+}
+
+
+@pytest.mark.parametrize("fault", TABLES)
+def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
+    name, changes = TABLES[fault]
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in range(6):
+            check(seed, 64, 64, None, FEW, change=lambda table: changed(table, name, **changes))

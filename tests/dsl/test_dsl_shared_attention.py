@@ -18,10 +18,8 @@ import numpy as np
 import pytest
 import warpgroups
 from warpgroups import POISON, Boxes, Chip, Fragment, Memory, Multiplications, Pair, Pairs, Writing
-from warps import Array, Deadlock, Pointer, load, motions
+from warps import Array, Deadlock, Pointer, load, motions, tables
 
-from msa_tiles.dsl.cutedsl import table as vocabulary
-from msa_tiles.dsl.cutedsl.table import Table
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 from msa_tiles.tables import constants_of
@@ -315,22 +313,6 @@ def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
             columns = slice(panel * PANEL, (panel + 1) * PANEL)
             bring(lambda: page.values[row:, columns], lambda found: np.copyto(target, found), full)
 
-    def make_buffers(table: Table, memory: Ring, layouts: dict[str, Any]) -> dict[str, Array]:
-        found = {}
-        for name, each in table.buffers.items():
-            layout = layouts.get(name, tuple(each.dims.values()))
-            shape = getattr(layout, "outer", layout)
-            found[name] = memory.allocate_tensor(int if each.element == "int32" else float, shape, each.align)
-        return found
-
-    def make_barriers(table: Table, memory: Ring, _atoms: tuple[()]) -> Pointer:
-        first = memory.allocate_array(None, len(table.barriers))
-        if chip.thread_idx()[0] == 0:
-            for i, (_, arrivals) in enumerate(table.barriers):
-                chip.mbarrier_init(first + i, arrivals)
-        chip.sync_threads()
-        return first
-
     float32 = type("Float32", (float,), {"inf": math.inf, "nan": math.nan})
     cutlass = types.SimpleNamespace(
         range=lambda *bounds, unroll=0: range(*bounds), range_constexpr=range, const_expr=bool, min=min, max=max,
@@ -399,12 +381,7 @@ def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
         ),
         "wgmma": multiplications,
         "SmemAllocator": lambda: Ring(chip),
-        "make_buffers": make_buffers,
-        "make_barriers": make_barriers,
-        **{
-            name: getattr(vocabulary, name)
-            for name in ("Pipeline", "Role", "Table", "buffer", "declares", "lane", "warps")
-        },
+        **tables(chip),
         "WARP": LANES,
         "ELEMENTS": {"bfloat16": float},
         "EVICT_FIRST": 0,

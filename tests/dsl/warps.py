@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from msa_tiles.dsl import words
+from msa_tiles.dsl.cutedsl import table as vocabulary
+from msa_tiles.dsl.cutedsl.table import Table
 from msa_tiles.sources import PACKAGE
 
 CHANGES = 0.02  # how often what was chosen gets another priority
@@ -320,10 +322,47 @@ def load(path: Path, source: str | None = None, **names: Any) -> dict[str, Any]:
     return namespace
 
 
+def tables(chip: Any) -> dict[str, Any]:
+    """The words of a thread block's table, and what sets up its buffers and barriers, over the chip's memory."""
+
+    def make_buffers(table: Table, memory: Any, layouts: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, each in table.buffers.items():
+            layout = layouts.get(name, tuple(each.dims.values()))
+            element = int if each.element.startswith("int") else float
+            found[name] = memory.allocate_tensor(element, getattr(layout, "outer", layout), each.align)
+        return found
+
+    def make_barriers(table: Table, memory: Any, _atoms: tuple[Any, ...]) -> Pointer:
+        first = memory.allocate_array(None, len(table.barriers))
+        if chip.thread_idx()[0] == 0:
+            for i, (_, arrivals) in enumerate(table.barriers):
+                chip.mbarrier_init(first + i, arrivals)
+        chip.sync_threads()
+        return first
+
+    return {
+        **{name: value for name, value in vars(vocabulary).items() if not name.startswith("_")},
+        "make_buffers": make_buffers,
+        "make_barriers": make_barriers,
+        "barriers_of": lambda table, first: {name: first + table.place(name) for name, _ in table.barriers},
+        "by_rows": lambda _table, *_names: {},
+    }
+
+
+def changed(table: Table, name: str, **changes: Any) -> Table:
+    """The same table but for a pipeline."""
+    pipelines = tuple(each._replace(**changes) if each.name == name else each for each in table.pipelines.values())
+    return Table(tuple(table.roles.values()), pipelines, tuple(table.buffers.values()), tuple(table.columns.values()))
+
+
 def motions(**names: Any) -> dict[str, Any]:
     """What kernels do alike, over the same stand-ins: rings, arrivals, claims, and the words between kernels."""
     found: dict[str, Any] = {}
-    for helper, wanted in (("pipeline", ("arrive", "following")), ("claims", ("first_claim", "next_claim"))):
+    for helper, wanted in (
+        ("pipeline", ("arrive", "following", "preceding")),
+        ("claims", ("first_claim", "next_claim")),
+    ):
         module = load(PACKAGE / "dsl/cutedsl" / f"{helper}.py", **names)
         found |= {name: module[name] for name in wanted}
     return found | {name: value for name, value in vars(words).items() if not name.startswith("_")}

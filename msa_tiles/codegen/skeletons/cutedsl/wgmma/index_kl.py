@@ -215,10 +215,10 @@ class IndexKl(Producers, Consumers):
         shared = self.allocate(SmemAllocator())
         if warp_index >= claimer:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index < gatherer:
+            if warp_index == claimer:
                 heads = Int32(results.losses.shape[0])
                 self.claim(k_atom, mK, index_atom, mIndex, shared, tasks, counts, claims, window_index, heads)
-            elif warp_index < preparer:
+            elif warp_index == gatherer:
                 self.gather(q_atom, mQ, shared, edges, results.present, window_index, window_index * window, gradients)
             else:
                 given = (idx_q, lse, index_lse, weights)

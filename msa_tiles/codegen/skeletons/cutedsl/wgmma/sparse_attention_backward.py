@@ -26,10 +26,12 @@ from msa_tiles.dsl.cutedsl import gradients, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.gather import Rows
+from msa_tiles.dsl.cutedsl.gather import ATOM, Rows
 from msa_tiles.dsl.cutedsl.gradients import Panels
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.shared import barriers_of, by_rows, make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
@@ -38,12 +40,9 @@ STAGES = 3  # <- tile.stages
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
 GROUP = 128  # threads of a warpgroup
-WARP = 32
-WARPS = GROUP // WARP
+WARPS = 4  # of it
 WARP_ROWS = 16  # of a tile
 KEYS = 64  # of a consumer
-LOADERS = 3  # warps that fill the ring
-ENTRY = 6  # numbers of a task
 # Stands for the edge of no query: negative, and with the first key as its last, which every block has.
 MISSING = -128
 
@@ -63,26 +62,81 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim, block_size, group):
+    """What a thread block is made of."""
+    consumers = block_size // KEYS
+    in_panels = "swizzled by 128 bytes, in panels of 64 columns"
+    gathered = "laid out as msa_tiles.dsl.cutedsl.gather says"
+    return Table(
+        roles=(
+            Role(
+                "consumer", consumers * WARPS,
+                "64 keys of the block a warpgroup. For every tile of 64 query rows, keys along the rows of the "
+                "products: S' = K Q^T, dP' = V dO^T, P' = exp(S' scale - lse), dV += P' dO, dS' = P' (dP' - delta), "
+                "dK += dS' Q; and dQ = dS K of the tile before, for its share of the columns",
+                CONSUMER_REGISTERS,
+            ),
+            Role("claimer", 1, "claims tasks, loads K and V", PRODUCER_REGISTERS),
+            Role("q_gatherer", 1, "gathers the rows of Q, by TMA", PRODUCER_REGISTERS),
+            Role("do_gatherer", 1, "gathers the rows of dO likewise", PRODUCER_REGISTERS),
+            Role("copier", 1, "copies LSE, delta and edges of every tile, and marks their slots", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("task", 2, (lane("claimer"),)),
+            Pipeline("task_gathered", 1, (lane("q_gatherer"), lane("do_gatherer"), lane("copier"))),
+            Pipeline("k", 1, (lane("claimer"),), (warps("consumer"),), ("keys",)),
+            Pipeline("v", 1, (lane("claimer"),), (warps("consumer"),), ("values",)),
+            Pipeline(
+                "ring", STAGES, (lane("q_gatherer"), lane("do_gatherer"), lane("copier")), (warps("consumer"),),
+                ("queries", "outputs"),
+            ),
+            Pipeline(
+                "scores", 2, (warps("consumer"),),
+                note="once the warp's dS is written and its dQ of the tile before is made",
+            ),
+        ),
+        buffers=(
+            buffer("keys", ELEMENT, align=1024, note=in_panels, block_size=block_size, head_dim=head_dim),
+            buffer("values", ELEMENT, align=1024, note=in_panels, block_size=block_size, head_dim=head_dim),
+            buffer("queries", ELEMENT, align=1024, note=gathered, stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer("outputs", ELEMENT, align=1024, note=f"dO, {gathered}", stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer(
+                "tiles", ELEMENT, align=1024, note="swizzled by 128 bytes: dS of every consumer, twice, then its dQ",
+                tiles=3 * consumers, rows=KEYS, columns=ROWS,
+            ),
+            buffer("lse", "float32", note="of the rows of a tile", pair=2, lanes=4, eights=ROWS // 8, stages=STAGES),
+            buffer("delta", "float32", note="likewise", pair=2, lanes=4, eights=ROWS // 8, stages=STAGES),
+            buffer(
+                "tasks", "int32",
+                note="first edge, edges or -1 at the end, head, valid rows << 1 | cut, row of the sums, owner",
+                tasks=2, numbers=6,
+            ),
+            buffer("edges", "int32", note="of a tile", stages=STAGES, queries=ROWS // max(group, ATOM)),
+        ),
+    )  # fmt: skip
+
+
 class Shared(NamedTuple):
-    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+    """What the CTA keeps in shared memory: the table's buffers, and pointers to the first of its barriers of a kind."""
 
     keys: Any
     values: Any
     queries: Any
-    outputs: Any  # dO
-    tiles: Any  # dS of every consumer, twice, then its dQ
+    outputs: Any
+    tiles: Any
     lse: Any
     delta: Any
     tasks: Any
     edges: Any
     task_full: Any
-    task_gathered: Any
+    task_gathered_full: Any
     k_full: Any
-    v_full: Any
     k_free: Any
+    v_full: Any
     v_free: Any
-    full: Any
-    free: Any
+    ring_full: Any
+    ring_free: Any
     scores_full: Any
 
 
@@ -121,20 +175,8 @@ class Tile(NamedTuple):
 
 
 class SparseAttentionBackward:
-    """Warps
-      warpgroups 0 .. consumers-1   64 keys of the block each. For every tile of 64 query rows, keys along the rows of
-                                    the products: S' = K Q^T, dP' = V dO^T, P' = exp(S' scale - lse), dV += P' dO,
-                                    dS' = P' (dP' - delta), dK += dS' Q; and dQ = dS K of the tile before, for its share
-                                    of the columns
-      warpgroup consumers           warp 0: claims tasks, loads K and V
-                                    warps 1 and 2: gather the rows of Q and of dO, by TMA
-                                    warp 3: copies LSE, delta and the edges of every tile, and marks their slots
-
-    Pipelines (name: depth, arrivals)
-      task_full: 2, 1 lane of the claiming warp                task_gathered: 1, 1 lane of each other producer warp
-      k_full, v_full: 1, 1 producer lane + TMA bytes           k_free, v_free: 1, 1 lane of each consumer warp
-      full: STAGES, 1 lane of warps 1 to 3 + TMA bytes         free: STAGES, 1 lane of each consumer warp
-      scores_full: 2, 1 lane of each consumer warp, once its dS is written and its dQ of the tile before is made
+    """
+    # <- cta
 
     A task is claimed when all tiles of the one before are gathered or on their way. Its entry is overwritten two tasks
     later. By then nobody needs it: consumers read it before they free K, which the task in between has to wait for.
@@ -144,19 +186,12 @@ class SparseAttentionBackward:
     turn are enough: who writes to one has passed scores_full of the other one, where everybody arrives only after the
     dQ that read the first. The first tile of a task makes dQ of whatever the buffer holds, which goes nowhere.
 
-    Shared memory, tiles swizzled by 128 bytes
-      keys and values [block_size, head_dim], in panels of 64 columns
-      ring of queries and of dO, [STAGES, 64, head_dim] each, laid out as msa_tiles.dsl.cutedsl.gather says
-      dS' [2, block_size, 64]                                  dQ [consumers, 64, 64]
-      LSE and delta [STAGES, 64]                               edges [STAGES, queries of a tile]
-      tasks [2, (first edge, edges or -1 at the end, head, valid rows << 1 | cut, row of the sums, owner)]
-      barriers
-
     A tile has 64 rows, rows_per_token for each of its queries, whose `group` heads come first. Rows past `group` stay
     zero, and queries behind a task's last edge repeat it: both have LSE +inf, so that their P and dS are 0.
     """
 
     def __init__(self, head_dim, block_size, group):
+        self.cta = cta(head_dim, block_size, group)
         self.element = ELEMENTS[ELEMENT]
         self.head_dim = head_dim
         self.block_size = block_size
@@ -218,7 +253,7 @@ class SparseAttentionBackward:
             sums, scale, scale_log2, window_index, Int32(window),
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=((self.consumers + 1) * GROUP, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
             min_blocks_per_mp=1,
             stream=stream,
@@ -232,16 +267,16 @@ class SparseAttentionBackward:
         marks: cute.Tensor, sums: cute.Tensor, scale: Float32, scale_log2: Float32, window_index: Int32, window: Int32,
     ):  # fmt: skip
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        claimer, q_gatherer, do_gatherer = map(self.cta.first_warp, ("claimer", "q_gatherer", "do_gatherer"))
         shared = self.allocate(SmemAllocator())
-        if warp_index >= self.consumers * WARPS:
+        if warp_index >= claimer:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            role = warp_index - self.consumers * WARPS
             first_token = window_index * window
-            if role == 0:
+            if warp_index == claimer:
                 self.claim(k_atom, mK, v_atom, mV, shared, tasks, counts, claims, window_index)
-            elif role == 1:
+            elif warp_index == q_gatherer:
                 self.gather(q_atom, mQ, shared.queries, shared, edges, window_index, first_token)
-            elif role == 2:
+            elif warp_index == do_gatherer:
                 self.gather(do_atom, mdO, shared.outputs, shared, edges, window_index, first_token)
             else:
                 self.copy_rows(rows, marks, shared, edges, window_index, first_token)
@@ -252,31 +287,17 @@ class SparseAttentionBackward:
     @cute.jit
     def allocate(self, memory: SmemAllocator):
         """Shared memory, with barriers ready for use on return."""
-        rows = LayoutEnum.ROW_MAJOR
-        key_layout = hopper.make_smem_layout_b(rows, (ROWS, self.block_size, self.head_dim), self.element, 1)
-        ring_layout = self.rows.tiles_layout(STAGES)
-        tiles_layout = self.partials.tiles_layout(3 * self.consumers)
-        keys, values, queries, outputs, tiles = (
-            memory.allocate_tensor(self.element, layout.outer, 1024, layout.inner)
-            for layout in (key_layout, key_layout, ring_layout, ring_layout, tiles_layout)
-        )
-        pairs = cute.make_layout((2, 4, ROWS // 8, STAGES), stride=(1, 2, 8, ROWS))
-        lse = memory.allocate_tensor(Float32, pairs, 16)
-        delta = memory.allocate_tensor(Float32, pairs, 16)
-        tasks = memory.allocate_tensor(Int32, cute.make_layout((2, ENTRY), stride=(ENTRY, 1)), 16)
-        edges = memory.allocate_tensor(Int32, cute.make_layout((STAGES, self.queries), stride=(self.queries, 1)), 16)
-        consumers = self.consumers * WARPS
-        kinds = [(2, 1), (1, LOADERS), (1, 1), (1, 1), (1, consumers), (1, consumers)]
-        kinds = [*kinds, (STAGES, LOADERS), (STAGES, consumers), (2, consumers)]
-        arrivals = [count for depth, count in kinds for _ in range(depth)]
-        barriers = memory.allocate_array(Int64, len(arrivals))
-        if cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + i, arrivals[i])
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        first = [barriers + sum(depth for depth, _ in kinds[:i]) for i in range(len(kinds))]
-        return Shared(keys, values, queries, outputs, tiles, lse, delta, tasks, edges, *first)
+        shape = (ROWS, self.block_size, self.head_dim)
+        block = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.element, 1)
+        ring = self.rows.tiles_layout(STAGES)
+        layouts = {
+            **{"keys": block, "values": block, "queries": ring, "outputs": ring},
+            "tiles": self.partials.tiles_layout(3 * self.consumers),
+            **by_rows(self.cta, "tasks", "edges"),
+        }
+        found = make_buffers(self.cta, memory, layouts)
+        barriers = make_barriers(self.cta, memory, ())
+        return Shared(**found, **barriers_of(self.cta, barriers))
 
     @cute.jit
     def claim(
@@ -295,7 +316,7 @@ class SparseAttentionBackward:
         running = Int32(1)
         while running > 0:
             parity = turn & 1
-            cute.arch.mbarrier_wait(shared.task_gathered, parity ^ 1)
+            cute.arch.mbarrier_wait(shared.task_gathered_full, parity ^ 1)
             claim = next_claim(claim, claims, counts, window_index, heads, lambda head: head)
             head = claim.head
             row = Int32(0)
@@ -354,8 +375,8 @@ class SparseAttentionBackward:
                     current = edge
                     mine = mine + self.queries
                     edge = of_head[first_edge + cutlass.min(mine, num - 1)]
-                    cute.arch.mbarrier_wait(shared.free + slot, phase)
-                    full = shared.full + slot
+                    cute.arch.mbarrier_wait(shared.ring_free + slot, phase)
+                    full = shared.ring_full + slot
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.queries * self.rows.token_bytes)
                     for r in cutlass.range_constexpr(self.queries):
@@ -363,9 +384,7 @@ class SparseAttentionBackward:
                         target = boxes[None, None, None, None, None, r, slot]
                         self.rows.load(atom, source, token, head, target, full)
                     slot, phase = following(slot, phase, STAGES)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.task_gathered)
+                arrive(shared.task_gathered_full)
             turn = turn + 1
 
     @cute.jit
@@ -414,7 +433,7 @@ class SparseAttentionBackward:
                     later = self.edge_at(of_head, first_edge, place, num)
                     upper_lse, upper_delta = self.row_at(rows, edge, 0, first_token, head)
                     lower_lse, lower_delta = self.row_at(rows, edge, 1, first_token, head)
-                    cute.arch.mbarrier_wait(shared.free + slot, phase)
+                    cute.arch.mbarrier_wait(shared.ring_free + slot, phase)
                     for half in cutlass.range_constexpr(2):
                         row = lane + WARP * half
                         shared.lse[row % 2, row // 2 % 4, row // 8, slot] = lses[half]
@@ -423,13 +442,9 @@ class SparseAttentionBackward:
                         shared.edges[slot, lane] = current
                         if current >= 0:
                             marks[query_of(current), head, slot_of(current)] = window_index + 1
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(shared.full + slot)
+                    arrive(shared.ring_full + slot)
                     slot, phase = following(slot, phase, STAGES)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.task_gathered)
+                arrive(shared.task_gathered_full)
             turn = turn + 1
 
     @cute.jit
@@ -572,7 +587,7 @@ class SparseAttentionBackward:
         phase: Int32, upper: Int32, lower: Int32,
     ):  # fmt: skip
         """One tile, and dQ of the one before, which has the edges `upper` and `lower`."""
-        cute.arch.mbarrier_wait(shared.full + slot, phase)
+        cute.arch.mbarrier_wait(shared.ring_full + slot, phase)
         wgmma.multiply(tile.score, tile.S, tile.keys, tile.queries[None, None, None, slot])
         wgmma.multiply(tile.score, tile.dP, tile.values, tile.outputs[None, None, None, slot])
         edges = shared.edges[slot, None]
@@ -603,7 +618,7 @@ class SparseAttentionBackward:
             self.emit(shared, tile, head, number - 1, upper, lower)
             arrive(shared.scores_full + buffer)
         warpgroup.wait_group(0)
-        arrive(shared.free + slot)
+        arrive(shared.ring_free + slot)
         slot, phase = following(slot, phase, STAGES)
         return new_upper, new_lower, slot, phase
 
