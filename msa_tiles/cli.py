@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from msa_tiles import __version__, console
-from msa_tiles.commands import bench, build, demo, explain, generate, support, tune, verify
+from msa_tiles.commands import bench, build, demo, explain, generate, pack, support, tune, verify
 from msa_tiles.errors import ToolError
 
 CLOSED_PIPE = 141  # what a shell says of a program that SIGPIPE ended
-COMMANDS = (demo, generate, support, explain, build, verify, tune, bench)
+COMMANDS = (demo, generate, support, explain, build, pack, verify, tune, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -45,6 +46,20 @@ def _is_text(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def helpers_of(text: str, package: Path = PACKAGE) -> list[str]:
+    """Names of the helper modules that a kernel imports, directly or not, in order."""
+    return sorted(_helpers(text, package))
+
+
+def texts_of(file: Path, helpers: Sequence[str], package: Path = PACKAGE) -> dict[str, str]:
+    """sha256 of the text of a kernel file, under "", and of these helper modules, under their names.
+
+    Two that are equal are of equal code; different ones may be, too.
+    """
+    files = {name: _module_file(name, package) if name else file for name in ("", *helpers)}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path is not None}
+
+
 def header_of(text: str) -> str:
     """The comment lines (and the blank line) above the module docstring."""
     lines = text.splitlines(keepends=True)
@@ -58,6 +73,12 @@ def without_header(text: str) -> str:
 
 def _helper_syntax(text: str, package: Path) -> list[str]:
     """Name and syntax of the helper modules that a kernel imports, directly or not, ordered by name."""
+    found = _helpers(text, package)
+    return [name + "\n" + syntax_of(found[name]) for name in sorted(found)]
+
+
+def _helpers(text: str, package: Path) -> dict[str, str]:
+    """Sources of the helper modules that a kernel imports, directly or not, by name."""
     found: dict[str, str] = {}
     pending = list(_imported_helpers(text, package, _HELPERS))
     while pending:
@@ -66,7 +87,7 @@ def _helper_syntax(text: str, package: Path) -> list[str]:
             continue
         found[name] = module_file(name, package).read_text(encoding="utf-8")  # type: ignore[union-attr]
         pending += _imported_helpers(found[name], package, name)
-    return [name + "\n" + syntax_of(found[name]) for name in sorted(found)]
+    return found
 
 
 def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import collections
 import inspect
+from typing import TYPE_CHECKING
 
 from msa_tiles import console
 from msa_tiles.commands._options import named_value
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.dispatch import Candidate
+    from msa_tiles.runtime.registry import Registry
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -40,8 +45,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from msa_tiles.runtime import tuned
-    from msa_tiles.runtime.compiler import find_compiled, variant_text
+    from msa_tiles.runtime import packs, tuned
+    from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
     from msa_tiles.runtime.registry import default_registry
@@ -87,9 +92,10 @@ def run(args: argparse.Namespace) -> int:
         if candidate.refusal is not None:
             console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
             continue
-        entry = find_compiled(candidate.cell, candidate.variant, registry.targets[candidate.cell.target].arch)
-        state = "compiled already" if entry else "compiled on first use"
-        console.say(f"  {candidate.cell.id}: serves it as {variant_text(candidate.variant)}, {state}")
+        text = f"serves it as {variant_text(candidate.variant)}, {_origin(candidate, registry)}"
+        console.say(f"  {candidate.cell.id}: {text}")
+        for sentence in packs.mismatches(candidate.cell, candidate.variant):
+            console.say(f"    {sentence}")
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
         return 1
@@ -102,6 +108,16 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
     return 0
+
+
+def _origin(candidate: Candidate, registry: Registry) -> str:
+    """Where the kernel of a call comes from: a pack, the cache, or a compiler."""
+    from msa_tiles.runtime.compiler import find_compiled
+
+    if candidate.packed is not None:
+        return f"from the pack {candidate.packed.pack.directory}"
+    entry = find_compiled(candidate.cell, candidate.variant, registry.targets[candidate.cell.target].arch)
+    return "from the cache" if entry else "compiled on first use"
 
 
 def _takes_shards(op: str) -> bool:

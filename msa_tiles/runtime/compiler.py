@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -33,6 +34,8 @@ PASS_CONFIGS: Mapping[str, Any] = {
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
 _LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
 _CUTEDSL_OPTIONS = "--enable-tvm-ffi"
+# Host code of CuTe DSL is the machine's own unless its functions say otherwise, and another one may lack instructions.
+_HOST = ("x86_64", "x86-64-v3", "+avx2")  # machine, and LLVM's name and features of its processors
 # What CuTe DSL hands to the launch: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
 _CUTEDSL_LAUNCH = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
 # Guards the counter and what is the whole process's while a kernel compiles: TileLang's callback, CuTe DSL's settings.
@@ -174,6 +177,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
         try:
             entry, arguments = cell.function(**variant)
             compiled = cute.compile(entry, *arguments, options=options)
+            _for_every_host(compiled.ir_module)
             compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
         except Exception as error:
             raise CompileError(f"{where}: {error}") from error
@@ -203,6 +207,21 @@ def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:
         return {}
     threads = math.prod(int(extent or 1) for extent in blocks[0])
     return {names[0]: {"threads": threads, "dynamic_shared_memory": int(sizes[0])}}
+
+
+def _for_every_host(module: Any) -> None:
+    """Have the host code of a compiled module run on all machines of this one's architecture that have such GPUs."""
+    ir: Any = importlib.import_module("cutlass._mlir.ir")  # its stubs lack the names below
+
+    machine, processor, features = _HOST
+    if platform.machine() != machine:
+        return
+    with module.context:
+        for operation in module.body.operations:
+            if operation.operation.name == "llvm.func":
+                attributes = operation.operation.attributes
+                attributes["target_cpu"] = ir.StringAttr.get(processor)
+                attributes["target_features"] = ir.Attribute.parse(f'#llvm.target_features<["{features}"]>')
 
 
 def _link(object_file: Path, library: Path, where: str) -> None:
@@ -235,7 +254,7 @@ _COMPILERS: dict[str, Callable[[Cell, Mapping[str, int], str, Path], dict[str, A
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
     "tilelang": {"pass_configs": dict(PASS_CONFIGS)},
-    "cutedsl": {"options": _CUTEDSL_OPTIONS},
+    "cutedsl": {"options": _CUTEDSL_OPTIONS, "host": _HOST},
 }
 _COMPILER_NAMES = {"tilelang": "nvcc", "cutedsl": "compiler"}
 

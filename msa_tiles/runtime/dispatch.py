@@ -2,7 +2,8 @@
 
 Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
 run. Of those that accept, the one runs that was measured to be the fastest at the call's size, as committed by
-`msa-tiles tune`; without figures, one of the DSL that stands first in `DSLS`. `backend` names a DSL instead.
+`msa-tiles tune`; without figures, one of the DSL that stands first in `DSLS`. A kernel that lies in a pack goes before
+one that would have to be compiled. `backend` names a DSL instead.
 
 Some calls launch kernels of other operators on their way: sparse_attention builds a schedule and merges partial
 results. `backend` holds for these helpers too, where that DSL has a kernel that serves them; elsewhere any DSL's will
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from msa_tiles.runtime import toolchain, tuned
+from msa_tiles.runtime import packs, toolchain, tuned
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
+from msa_tiles.runtime.packs import Pack, Packed
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.spec.model import DSLS
 
@@ -37,6 +40,7 @@ class Candidate:
     cell: Cell
     variant: Mapping[str, int]
     refusal: str | None
+    packed: Packed | None = None  # where a pack has it
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,11 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     candidates = tuple(_ask(cell, call, device, registry, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
     figure = tuned.nearest(tuned.figures_of(registry.directory), [c.cell.id for c in accepting], call.size)
+    preferred = _preferred.get()
     chosen = min(
-        accepting, key=lambda c: (c.cell.id != _preferred.get(), *tuned.preference(c.cell, figure)), default=None
+        accepting,
+        key=lambda c: (c.cell.id != preferred, c.packed is None, *tuned.preference(c.cell, figure)),
+        default=None,
     )
     return Decision(call, device, candidates, chosen, figure)
 
@@ -92,6 +99,7 @@ def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], 
 def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, backend: str) -> Candidate:
     variant, misfit = fit_variant(cell, call.variant)
     missing = sorted(call.features - cell.features)
+    packed = None
     if backend not in ("auto", cell.dsl):
         refusal: str | None = f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"
     elif device.target != cell.target:
@@ -106,8 +114,15 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
     elif call.refusals:
         refusal = "; ".join(call.refusals)
     else:
-        refusal = toolchain.missing(cell.dsl)
-    return Candidate(cell, variant, refusal)
+        packed = packs.find(cell, variant)
+        refusal = None if packed else _not_compilable(cell, variant)
+    return Candidate(cell, variant, refusal, packed)
+
+
+def _not_compilable(cell: Cell, variant: Mapping[str, int]) -> str | None:
+    """Why a kernel that no pack has cannot run here, or None."""
+    reason = toolchain.missing(cell.dsl)
+    return None if reason is None else "; ".join([reason, *packs.mismatches(cell, variant)])
 
 
 def _stored_alike(cell: Cell, call: CallFacts, registry: Registry) -> bool:
@@ -177,8 +192,22 @@ def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant
-    entry = compile_variant(cell, variant, registry.targets[cell.target].arch)
+    entry = decision.chosen.packed or compile_variant(cell, variant, registry.targets[cell.target].arch)
     return Kernel(cell, variant, entry, facts.device)
+
+
+def use_pack(path: str | os.PathLike[str]) -> Pack:
+    """Look for kernels in the pack of a directory first, before any other.
+
+    Kernels that were found earlier are looked for again; calls into the caller's buffers remember theirs, so name packs
+    before the first call.
+
+    Raises PackError, a RuntimeError, when the pack is damaged, or made for another machine or another TVM-FFI.
+    """
+    pack = packs.use(path)
+    _kernels.clear()
+    _served.clear()
+    return pack
 
 
 def _decide(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple[Decision, Registry]:

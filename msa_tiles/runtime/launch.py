@@ -5,7 +5,7 @@ kernel follows `torch.cuda.stream` and graph capture by itself. The generated ho
 and does not set it back, which is why a call from another current device is guarded here.
 
 Kernels of every DSL are shared libraries with a TVM-FFI function. They name no library of their own, so the runtime of
-their DSL is made visible before; neither DSL is imported for that.
+their DSL is made visible before; neither DSL is imported for that. Kernels of a pack bring a runtime of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from msa_tiles.runtime import toolchain
+from msa_tiles.runtime import packed, toolchain
 from msa_tiles.runtime.cache import VARIABLE, Entry
+from msa_tiles.runtime.packs import Packed
 from msa_tiles.runtime.registry import Cell
 
 
@@ -28,7 +29,7 @@ class Kernel:
 
     __slots__ = ("_function", "_index", "cell", "entry", "variant")
 
-    def __init__(self, cell: Cell, variant: Mapping[str, int], entry: Entry, device: torch.device) -> None:
+    def __init__(self, cell: Cell, variant: Mapping[str, int], entry: Entry | Packed, device: torch.device) -> None:
         self.cell = cell
         self.variant = variant
         self.entry = entry
@@ -47,11 +48,14 @@ class Kernel:
         return f"Kernel({self.cell.id}, {dict(self.variant)}, cuda:{self._index})"
 
 
-def load_function(entry: Entry) -> Any:
-    """The TVM-FFI function of a cache entry.
+def load_function(entry: Entry | Packed) -> Any:
+    """The TVM-FFI function of a cache entry or of a pack's kernel.
 
-    Raises ToolchainError when the runtime of its DSL is not installed, or the library cannot be loaded.
+    Raises ToolchainError when the runtime of an entry's DSL is not installed, or the library cannot be loaded, and
+    PackError for a damaged pack.
     """
+    if isinstance(entry, Packed):
+        return packed.load(entry)
     # Its import asks for CUDA devices, and whoever only asks which kernel would run has to leave them alone.
     import tvm_ffi
 

@@ -103,7 +103,7 @@ def test_build_fills_the_cache_and_makes_it_compiled(
     assert "compiling: 2/2" in printed.err
     assert support(capsys)["flags"] == ["generated", "compiled"]
     assert cli.main(["explain", "scale_rows", "--device", "sm90"]) == 0
-    assert "serves it as width=64 capacity=4, compiled already" in capsys.readouterr().out
+    assert "serves it as width=64 capacity=4, from the cache" in capsys.readouterr().out
     assert not (generated / "verified.json").exists()
     index = json.loads((generated / "index.json").read_text())
     index["cells"][0]["forbid"] = ["FMUL"]

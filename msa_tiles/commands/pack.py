@@ -1,0 +1,67 @@
+"""`msa-tiles pack`: compiled kernels for machines without a compiler, as a directory or a wheel. No GPU is needed.
+
+A pack holds the kernels of a target's serving and training points. They run with torch, TVM-FFI and the CUDA driver
+alone, once `MSA_TILES_PACKS` names the directory or the wheel is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from msa_tiles import console
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("pack", help="make a pack of compiled kernels, without a GPU", description=__doc__)
+    parser.add_argument("--target", required=True, metavar="TARGET", help="GPU family of the kernels, such as sm90")
+    parser.add_argument(
+        "--points",
+        default="all",
+        metavar="SET",
+        help="serving, training, all (default), or a JSON file: a list of objects with op, precision, dsl and variant",
+    )
+    parser.add_argument(
+        "--dsl", default="best", metavar="DSL", help="tilelang, cutedsl, both, or best: what was measured to be faster"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new directory, or a wheel (*.whl)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache of compiled kernels (default: that of calls)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from msa_tiles.errors import ToolError
+    from msa_tiles.pack import make, points, wheel
+    from msa_tiles.runtime.cache import Cache
+    from msa_tiles.runtime.registry import default_registry
+    from msa_tiles.spec.model import DSLS
+
+    registry = default_registry()
+    choices = {"--target": (args.target, registry.targets), "--dsl": (args.dsl, (*DSLS, points.BOTH, points.BEST))}
+    for option, (value, known) in choices.items():
+        if value not in known:
+            console.complain(f"msa-tiles pack: {option} is {value!r}, wanted one of {', '.join(known)}")
+            return 2
+    if args.jobs < 1:
+        console.complain(f"msa-tiles pack: --jobs is {args.jobs}, wanted at least 1")
+        return 2
+    target, cache = registry.targets[args.target], Cache(args.cache)
+    try:
+        make.refuse_machine()
+        jobs = points.jobs_of(args.points, registry, args.target, args.dsl)
+        if args.out.suffix == ".whl":
+            packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
+        else:
+            packing = make.make(jobs, target, args.out, workers=args.jobs, cache=cache)
+        for _ in zip(packing, console.progress(len(jobs), "packing"), strict=True):
+            pass
+        made = (wheel if args.out.suffix == ".whl" else make).described(args.out)
+    except ToolError as error:
+        console.complain(f"msa-tiles pack: {error}")
+        return 1
+    console.say(
+        f"{made.place}: {made.kernels} kernels for {args.target}, {made.bytes / 1e6:.1f} MB; "
+        f"for Linux on {make.MACHINE}, glibc {made.glibc} or newer, {made.tvm_ffi}"
+    )
+    return 0
