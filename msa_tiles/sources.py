@@ -56,7 +56,7 @@ def texts_of(file: Path, helpers: Sequence[str], package: Path = PACKAGE) -> dic
 
     Two that are equal are of equal code; different ones may be, too.
     """
-    files = {name: _module_file(name, package) if name else file for name in ("", *helpers)}
+    files = {name: module_file(name, package) if name else file for name in ("", *helpers)}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path is not None}
 
 

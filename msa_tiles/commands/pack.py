@@ -31,7 +31,6 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from msa_tiles.errors import ToolError
     from msa_tiles.pack import make, points, wheel
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.registry import default_registry
@@ -47,19 +46,15 @@ def run(args: argparse.Namespace) -> int:
         console.complain(f"msa-tiles pack: --jobs is {args.jobs}, wanted at least 1")
         return 2
     target, cache = registry.targets[args.target], Cache(args.cache)
-    try:
-        make.refuse_machine()
-        jobs = points.jobs_of(args.points, registry, args.target, args.dsl)
-        if args.out.suffix == ".whl":
-            packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
-        else:
-            packing = make.make(jobs, target, args.out, workers=args.jobs, cache=cache)
-        for _ in zip(packing, console.progress(len(jobs), "packing"), strict=True):
-            pass
-        made = (wheel if args.out.suffix == ".whl" else make).described(args.out)
-    except ToolError as error:
-        console.complain(f"msa-tiles pack: {error}")
-        return 1
+    make.refuse_machine()
+    jobs = points.jobs_of(args.points, registry, args.target, args.dsl)
+    if args.out.suffix == ".whl":
+        packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
+    else:
+        packing = make.make(jobs, target, args.out, workers=args.jobs, cache=cache)
+    for _ in zip(packing, console.progress(len(jobs), "packing"), strict=True):
+        pass
+    made = (wheel if args.out.suffix == ".whl" else make).described(args.out)
     console.say(
         f"{made.place}: {made.kernels} kernels for {args.target}, {made.bytes / 1e6:.1f} MB; "
         f"for Linux on {make.MACHINE}, glibc {made.glibc} or newer, {made.tvm_ffi}"

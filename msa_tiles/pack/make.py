@@ -171,7 +171,7 @@ def _compile_runtime(path: Path) -> Library:
 
     include = Path(tvm_ffi.libinfo.find_include_path())
     options = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-s", f"-I{include}"]
-    command = [str(toolchain.find_linker()), *options, "-o", str(path), str(_SOURCE)]
+    command = [*toolchain.find_linker(), *options, "-o", str(path), str(_SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PackingError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 from msa_tiles import paths
 from msa_tiles.errors import ToolError
+from msa_tiles.runtime import trust
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.sources import texts_of
 
@@ -85,9 +85,8 @@ class Pack:
         Raises PackError for a missing, damaged or untrusted file.
         """
         path = self.directory / name
-        _refuse_untrusted(path)
         try:
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
+            found = hashlib.sha256(_content(path)).hexdigest()
         except OSError as error:
             raise PackError(f"{path} cannot be read ({error.strerror}): the pack is damaged, make it again") from error
         if found != self.manifest["sha256"][name]:
@@ -101,10 +100,8 @@ def read(directory: Path) -> Pack:
     Raises PackError when it is damaged, or made for another machine or another TVM-FFI.
     """
     path = directory / MANIFEST
-    _refuse_untrusted(directory)
-    _refuse_untrusted(path)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(_content(path))
     except OSError as error:
         raise PackError(f"{directory} is no pack: {MANIFEST} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -243,9 +240,7 @@ def _foreign(manifest: Mapping[str, Any]) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"needs {TVM_FFI}, which is not installed"
     if not _release(low) <= _release(installed) < _release(high):
-        return (
-            f"needs {TVM_FFI} from {low} on and before {high}, installed is {installed}: its binary interface differs"
-        )
+        return f"needs {TVM_FFI}>={low},<{high}, installed is {installed}: its binary interface differs"
     if manifest["cpu"] == "x86-64-v3" and not _has_avx2():
         return "needs a processor with AVX2 (x86-64-v3)"
     return None
@@ -263,14 +258,15 @@ def _has_avx2() -> bool:
         return True  # a kernel that hides it; whoever runs Hopper GPUs has it
 
 
-def _refuse_untrusted(path: Path) -> None:
-    """Raise PackError for what others than this user, root, or whoever installed this package could have written."""
+def _content(path: Path) -> bytes:
+    """The bytes of a file of a pack. What lies inside this package is as trusted as the package's own code.
+
+    Raises OSError, and PackError for what another user could have written.
+    """
+    if path.is_relative_to(paths.PACKAGE):
+        return path.read_bytes()
     try:
-        found = path.stat()
-        own = {0, os.geteuid(), paths.PACKAGE.stat().st_uid}
-    except OSError:
-        return  # whoever reads it says so
-    if found.st_uid not in own:
-        raise PackError(f"{path} belongs to user {found.st_uid}, and a pack is code: copy it, so that it is yours")
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise PackError(f"{path} can be written by everybody, and a pack is code: `chmod o-w` it")
+        trust.require(path.parent, path.parent.lstat())
+        return trust.read(path)
+    except trust.TrustError as error:
+        raise PackError(f"{error}, and a pack is code") from error

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from libraries import compile_library
 
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.toolchain import ToolchainError
 
 HERE = Path(__file__).parent
-
-
-def compile_library(path: Path, *arguments: str) -> None:
-    command = [str(toolchain.find_linker()), "-shared", "-fPIC", "-O1", *arguments, "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="session")

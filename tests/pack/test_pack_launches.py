@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import compile_library
+from libraries import compile_library
 
 from msa_tiles.pack.make import make
 from msa_tiles.pack.points import jobs_of
