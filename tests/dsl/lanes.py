@@ -35,6 +35,8 @@ HELPERS = "msa_tiles.dsl.cutedsl."
 class Int32(int):
     """An int that wraps at 32 bits."""
 
+    width = 32
+
     def __new__(cls, value: Any = 0) -> Int32:
         return super().__new__(cls, (int(value) + (1 << 31)) % (1 << 32) - (1 << 31))
 
@@ -74,6 +76,8 @@ class Uint32(int):
 
 class Float32(float):
     """A float rounded to single precision; an operation that has no answer gives the positive NaN of the GPU."""
+
+    width = 32
 
     def __new__(cls, value: Any) -> Float32:
         value = float(value)
@@ -434,12 +438,18 @@ def _range(*bounds: Any, unroll: int = 0) -> Iterator[Int32]:
     return map(Int32, range(*map(int, bounds)))
 
 
+def _ordered(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A layout whose mode of order 0 runs fastest."""
+    stride = [math.prod(size for size, other in zip(shape, order, strict=True) if other < own) for own in order]
+    return shape, tuple(stride)
+
+
 class Allocator:
     """Hands out the CTA's shared memory, the same to every thread."""
 
     unwritten: Any = None  # what it holds at first
 
-    def allocate_tensor(self, _element: Any, layout: Any, _alignment: int = 16) -> Tensor:
+    def allocate_tensor(self, _element: Any, layout: Any, _alignment: int = 16, _swizzle: Any = None) -> Tensor:
         thread = _HERE.thread
         if thread.allocations == len(thread.cta.shared):
             shape, stride = _compact(layout)
@@ -492,6 +502,9 @@ def _stand_in() -> types.ModuleType:
         "jit": lambda function: function,
         "kernel": lambda function: function,
         "make_layout": lambda shape, stride=None: _compact(shape) if stride is None else (shape, stride),
+        "make_ordered_layout": _ordered,
+        "ComposedLayout": type(None),
+        "cosize": lambda layout: math.prod(_compact(layout)[0]),
         "make_rmem_tensor": empty,
         "make_tensor": lambda at, layout: Tensor(at.memory, at.offset, *_compact(layout)),
         "make_ptr": lambda _element, address, _memspace, assumed_align: address,

@@ -84,7 +84,7 @@ def schedule(call: Call, file: Path) -> tuple[Tensor, Tensor, Tensor]:
     outputs = [lanes.tensor_of(torch.full(shape, POISON, dtype=torch.int32)) for shape in shapes]
     kernel = module.BuildSchedule(call.block_size)
     grid = (windows, heads, int(kernel.parts(*outputs[:2])))
-    lanes.launch(kernel.kernel, (ids, lengths, *outputs, Int32(call.window)), grid, module.THREADS)
+    lanes.launch(kernel.kernel, (ids, lengths, *outputs, Int32(call.window)), grid, kernel.cta.threads)
     return tuple(torch.tensor([int(x) for x in out.memory]).int().view(out.shape) for out in outputs)
 
 

@@ -44,7 +44,7 @@ def add(given: Parts, first: bool, before: Tensor, file: Path) -> tuple[Tensor, 
     places = sum(LENGTHS) // BLOCK + len(LENGTHS)
     tensors = (*(lanes.tensor_of(tensor) for tensor in given[:5]), lanes.tensor_of(starts), dq, dk)
     grid = (QUERIES * HEADS + places * (BLOCK // module.ROWS), 1, 1)
-    lanes.launch(kernel.kernel, (*tensors, Int32(0), Int32(first)), grid, module.THREADS)
+    lanes.launch(kernel.kernel, (*tensors, Int32(0), Int32(first)), grid, kernel.cta.threads)
     got_dq, got_dk = (torch.tensor([float(x) for x in tensor.memory]).view(tensor.shape) for tensor in (dq, dk))
     return got_dq, got_dk
 

@@ -55,12 +55,12 @@ def chosen(op: str, score: TorchTensor, valid: TorchTensor, k: int, order: int, 
     numbers = [0, 0, 2, 0, 128, init, local, order, heads]
     if op == "topk_select":
         capacity = next(size for size in (8, 16, 32, 64) if k <= size)
-        kernel, threads, rows = module.TopkSelect(capacity), module.THREADS, 2
+        kernel, rows = module.TopkSelect(capacity), 2
         grid, numbers = (-(-total_q // (module.WARPS * rows)), 1, 1), [*numbers, rows]
     else:
-        kernel, threads, grid = module.DecodeTopk(), module.THREADS, (total_q, 1, 1)
+        kernel, grid = module.DecodeTopk(8192), (total_q, 1, 1)
     tensors = (lanes.tensor_of(score), starts, starts, starts, starts, lanes.tensor_of(valid), out)
-    lanes.launch(kernel.kernel, (*tensors, *map(Int32, numbers)), grid, threads)
+    lanes.launch(kernel.kernel, (*tensors, *map(Int32, numbers)), grid, kernel.cta.threads)
     return torch.tensor([int(block) for block in out.memory], dtype=torch.int32).view(1, total_q, k)
 
 

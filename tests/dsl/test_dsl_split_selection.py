@@ -95,7 +95,7 @@ def split(call: Call, file: Path) -> tuple[Tensor, ...]:
     outputs = [lanes.tensor_of(torch.full(shape, POISON, dtype=torch.int32)) for shape in shapes]
     kernel = module.SplitSelection(call.block_size, call.tile_tokens)
     grid = (-(-tiles // module.WARPS), heads, 1)
-    lanes.launch(kernel.kernel, (ids, lengths, *outputs, Int32(call.fill)), grid, module.THREADS)
+    lanes.launch(kernel.kernel, (ids, lengths, *outputs, Int32(call.fill)), grid, kernel.cta.threads)
     return tuple(torch.tensor([int(x) for x in out.memory]).int().view(out.shape) for out in outputs)
 
 

@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from msa_tiles.dsl.cutedsl.table import declares
 from msa_tiles.dsl.cutedsl.topk import EMPTY, INFINITY_BITS, LOCAL_KEY, forced_key, order_key, pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.cutedsl.warp import (
@@ -37,6 +38,7 @@ GROUP = 8  # columns of a lane that are present or absent together
 SHARE = 16  # places of a list for each slot
 
 
+@declares
 def slots_of(capacity):
     """Maxima and pool entries of a lane, for lists of a capacity."""
     return max(capacity // SHARE, 1)

@@ -19,6 +19,8 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.scan import inclusive_sum
+from msa_tiles.dsl.cutedsl.shared import by_rows, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_tile_at_most, last_visible
 from msa_tiles.dsl.words import edge_of, extent_of
@@ -28,7 +30,6 @@ BLOCKS = 2048  # <- tile.blocks
 CHUNK = 128  # <- tile.chunk
 PREFETCH = 4  # <- tile.prefetch
 PARTS = 4  # <- tile.parts
-WARP = 32
 HALF = WARP // 2
 THREADS = WARPS * WARP
 PER_THREAD = BLOCKS // THREADS
@@ -71,8 +72,25 @@ class Run(NamedTuple):
     edges: Any  # of the window and head
 
 
+@declares
+def cta(block_size):
+    """What a thread block is made of."""
+    return Table(
+        roles=(Role("all", WARPS, "a run of the window's queries each; between the walks, blocks a thread"),),
+        pipelines=(),
+        buffers=(
+            buffer("counters", "int32", note="of a warp's edges", warps=WARPS, blocks=BLOCKS),
+            buffer("cut", "int32", note="whether a query sees only a part", blocks=BLOCKS),
+            buffer("sums", "int32", note="of the warps before", warps=WARPS, edges_and_tasks=2),
+        ),
+    )
+
+
 class BuildSchedule:
-    """Warps: all alike. Warp i owns a contiguous run of the window's queries and takes them in order, with one slot a
+    """
+    # <- cta
+
+    Warp i owns a contiguous run of the window's queries and takes them in order, with one slot a
     lane; where a row fits half a warp, two queries a step, which take turns at the counters. The ids of a row are
     distinct, so a turn never has two lanes on one counter and needs no atomics. (A row that repeats an id breaks the
     contract: copies within a step of 32 slots become one edge, of whichever lane stores last, others edges of their
@@ -82,12 +100,10 @@ class BuildSchedule:
     BLOCKS * block_size keys): count per warp and block; prefix over the warps and over the blocks, which gives each
     block its run of edges and its tasks; then the same walk again writes the edges. A barrier parts each pass from the
     next. A CTA counts the ranges below its own too, whose sums say where its edges and tasks begin.
-
-    Shared memory: one counter per warp and block (WARPS x BLOCKS int32), cut flags, two sums of every warp. A thread
-    owns PER_THREAD neighbouring blocks between the walks.
     """
 
     def __init__(self, block_size):
+        self.cta = cta(block_size)
         self.block_size = block_size
 
     def arguments(self):
@@ -117,7 +133,7 @@ class BuildSchedule:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions)
         self.kernel(block_indices, lengths, edges, tasks, counts, window).launch(
             grid=(counts.shape[0], counts.shape[1], self.parts(edges, tasks)),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Shared memory holds one block; without being told, the compiler saves registers for two, and spills.
             min_blocks_per_mp=1,
             stream=stream,
@@ -138,13 +154,12 @@ class BuildSchedule:
         window_index, head, part = cute.arch.block_idx()
         _, _, parts = cute.arch.grid_dim()
         warp, lane = thread // WARP, cute.arch.lane_idx()
-        memory = SmemAllocator()
+        found = make_buffers(self.cta, SmemAllocator(), by_rows(self.cta, "counters"))
+        by_block, cut_by_block, sums = (found[name] for name in self.cta.buffers)
+        # A thread's own blocks.
         layout = cute.make_layout((WARPS, THREADS, PER_THREAD), stride=(BLOCKS, PER_THREAD, 1))
-        counters = memory.allocate_tensor(Int32, layout, 16)
-        by_block = cute.make_tensor(counters.iterator, cute.make_layout((WARPS, BLOCKS), stride=(BLOCKS, 1)))
-        cut = memory.allocate_tensor(Int32, cute.make_layout((THREADS, PER_THREAD), stride=(PER_THREAD, 1)), 16)
-        cut_by_block = cute.make_tensor(cut.iterator, cute.make_layout(BLOCKS))
-        sums = memory.allocate_tensor(Int32, cute.make_layout((WARPS, 2), stride=(1, WARPS)), 16)
+        counters = cute.make_tensor(by_block.iterator, layout)
+        cut = cute.make_tensor(cut_by_block.iterator, cute.make_layout((THREADS, PER_THREAD), stride=(PER_THREAD, 1)))
 
         requests = Int32(cute.size(lengths.cu_seqlens_q)) - 1
         start = window_index * window

@@ -14,6 +14,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 
 ELEMENT = "bfloat16"  # <- precision.output
@@ -36,10 +37,28 @@ def combine(head_dim: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim):
+    """What a thread block is made of."""
+    return Table(
+        (
+            Role(
+                "all",
+                ROWS * head_dim // (VECTOR * WARP),
+                "head_dim // 8 neighbouring threads a row, eight columns each",
+            ),
+        ),
+        (),
+    )
+
+
 class Combine:
-    """The kernel of one head dim; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, head_dim):
+        self.cta = cta(head_dim)
         self.head_dim = head_dim
         self.element = ELEMENTS[ELEMENT]
         self.lanes = head_dim // VECTOR  # threads of a row
@@ -63,7 +82,7 @@ class Combine:
         """Launch, as early as the kernel before allows. Rows of partial_out and out begin at multiples of 16 bytes."""
         self.kernel(partial_out, partial_lse, out, lse).launch(
             grid=(out.shape[0], cute.ceil_div(out.shape[1], ROWS), 1),
-            block=(ROWS * self.lanes, 1, 1),
+            block=(self.cta.threads, 1, 1),
             use_pdl=True,
             stream=stream,
         )

@@ -14,11 +14,11 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
+from msa_tiles.dsl.cutedsl.shared import make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import EMPTY, pick
-from msa_tiles.dsl.cutedsl.warp import WARP
 
-THREADS = 256  # <- tile.threads
-WARPS = THREADS // WARP
+WARPS = 8  # <- tile.warps
 SHORT, LIST = 16, 64  # list capacities: M3's, the largest
 AS_RANKED = 1
 
@@ -32,16 +32,36 @@ def decode_topk(max_blocks: int):
 
     Returns the entry point and stand-ins for its arguments.
     """
-    kernel = DecodeTopk()
+    kernel = DecodeTopk(max_blocks)
     return kernel, kernel.arguments()
 
 
-class DecodeTopk:
-    """All warps alike. Barriers: between the sorted lists and the searches, and before the row is put in order.
+@declares
+def cta(max_blocks):
+    """What a thread block is made of."""
+    return Table(
+        roles=(Role("all", WARPS, "choose of a share of the row each, then of what all have chosen"),),
+        pipelines=(),
+        buffers=(
+            buffer("pools", "int32", candidates=WARP * slots_of(LIST), warps=WARPS),
+            buffer("ids", "int32", entries=LIST, warps=WARPS, note="of a warp's list"),
+            buffer("keys", "int32", entries=LIST, warps=WARPS, note="of the same"),
+            buffer("sorted_keys", "int32", entries=LIST, warps=WARPS),
+            buffer("chosen", "int32", entries=LIST, id_and_key=2, note="of the row"),
+        ),
+    )
 
-    Shared memory: for every warp its pool of candidates, its list of blocks and keys, and its keys sorted; the blocks
-    chosen of the row, with keys. Calls with k <= SHORT use a quarter of it.
+
+class DecodeTopk:
     """
+    # <- cta
+
+    All threads meet between the sorted lists and the searches, and before the row is put in order. Calls with k <=
+    SHORT use a quarter of the memory.
+    """
+
+    def __init__(self, max_blocks):
+        self.cta = cta(max_blocks)
 
     def arguments(self):
         """Stand-ins for cute.compile: 7 tensors, 8 scalars and the stream."""
@@ -73,7 +93,7 @@ class DecodeTopk:
             Int32(score.shape[0]) // Int32(out.shape[0]),
         ).launch(
             grid=(out.shape[1], out.shape[0], 1),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Registers for long lists: left alone, the assembler aims at more CTAs and spills.
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -89,12 +109,8 @@ class DecodeTopk:
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         token, head, _ = cute.arch.block_idx()
-        memory = SmemAllocator()
-        pools, ids, keys, sorted_keys = (
-            memory.allocate_tensor(Int32, cute.make_layout((size, WARPS)), 16)
-            for size in (WARP * slots_of(LIST), LIST, LIST, LIST)
-        )
-        chosen = memory.allocate_tensor(Int32, cute.make_layout((LIST, 2)), 16)
+        found = make_buffers(self.cta, SmemAllocator(), {})
+        pools, ids, keys, sorted_keys, chosen = (found[name] for name in self.cta.buffers)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         topk = Int32(out.shape[2])
         lengths = Lengths(

@@ -11,6 +11,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 
 ELEMENT = "bfloat16"  # <- precision.output
@@ -31,10 +32,28 @@ def gradient_rows(head_dim: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim):
+    """What a thread block is made of."""
+    return Table(
+        (
+            Role(
+                "all",
+                ROWS * head_dim // (VECTOR * WARP),
+                "head_dim // 8 neighbouring threads a row, eight columns each",
+            ),
+        ),
+        (),
+    )
+
+
 class GradientRows:
-    """The kernel of one head dim; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, head_dim):
+        self.cta = cta(head_dim)
         self.head_dim = head_dim
         self.element = ELEMENTS[ELEMENT]
         self.lanes = head_dim // VECTOR  # threads of a row
@@ -61,7 +80,7 @@ class GradientRows:
         """Launch. Rows of dout and out begin at multiples of 16 bytes; an absent dlse is any tensor of its kind."""
         self.kernel(dout, out, lse, dlse, rows, use_dlse).launch(
             grid=(out.shape[0], cute.ceil_div(out.shape[1], ROWS), 1),
-            block=(ROWS * self.lanes, 1, 1),
+            block=(self.cta.threads, 1, 1),
             stream=stream,
         )
 

@@ -15,13 +15,15 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.shared import by_rows, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.varlen import last_tile_at_most
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, count_bits
+from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.words import valid_rows_of
 
 ROWS = 16  # <- tile.rows
 UNROLL = 4  # <- tile.unroll
-THREADS = 128
+WARPS = 4
 FOUR = 4  # columns of a thread
 BYTES = 16
 
@@ -40,14 +42,32 @@ def index_gradients(index_dim: int, block_size: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(index_dim, block_size):
+    """What a thread block is made of."""
+    return Table(
+        roles=(Role("all", WARPS, "four columns a thread"),),
+        pipelines=(),
+        buffers=(
+            buffer(
+                "sums", "float32", note="of every row of threads",
+                rows=WARPS * WARP * FOUR // index_dim, index_dim=index_dim,
+            ),
+        ),
+    )  # fmt: skip
+
+
 class IndexGradients:
-    """The kernel of one variant; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, index_dim, block_size):
+        self.cta = cta(index_dim, block_size)
         self.index_dim = index_dim
         self.block_size = block_size
         self.lanes = index_dim // FOUR  # threads of a row
-        self.at_once = THREADS // self.lanes  # rows
+        self.at_once = self.cta.threads // self.lanes  # rows
 
     def arguments(self):
         """Stand-ins for cute.compile: 8 tensors, 3 scalars and the stream."""
@@ -76,7 +96,7 @@ class IndexGradients:
         """Launch. All tensors are contiguous."""
         self.kernel(
             partial_dq, present, partial_dk, tasks, counts, cu_seqlens_k, dq, dk, window_index, first
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+        ).launch(grid=(ctas, 1, 1), block=(self.cta.threads, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -90,9 +110,7 @@ class IndexGradients:
         heads = Int32(dq.shape[1])
         query_ctas = Int32(dq.shape[0]) * heads
         of_keys = ctas - query_ctas
-        sums = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((self.at_once, self.index_dim), stride=(self.index_dim, 1)), BYTES
-        )
+        sums = make_buffers(self.cta, SmemAllocator(), by_rows(self.cta, "sums"))["sums"]
         if cta < of_keys:
             parts = self.block_size // ROWS
             self.add_keys(

@@ -17,8 +17,9 @@ from cutlass.cute.runtime import make_fake_stream
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, first_bit
+from msa_tiles.dsl.cutedsl.warp import ballot, first_bit
 from msa_tiles.dsl.words import valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.output
@@ -41,14 +42,31 @@ def merge_gradients(head_dim: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim):
+    """What a thread block is made of."""
+    return Table(
+        (
+            Role(
+                "all",
+                ROWS * head_dim // (VECTOR * WARP),
+                "head_dim // 8 neighbouring threads a row of dQ, eight columns each",
+            ),
+        ),
+        (),
+    )
+
+
 class MergeGradients:
-    """The kernel of one head dim; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, head_dim):
+        self.cta = cta(head_dim)
         self.head_dim = head_dim
         self.element = ELEMENTS[ELEMENT]
         self.lanes = head_dim // VECTOR  # threads of a row
-        self.threads = ROWS * self.lanes
 
     def arguments(self):
         """Stand-ins for cute.compile: 6 tensors, 2 scalars and the stream."""
@@ -75,7 +93,7 @@ class MergeGradients:
         head_groups = cute.ceil_div(dq.shape[1], ROWS)
         self.kernel(partial_dq, marks, tasks, counts, sums, dq, window_index, block_size).launch(
             grid=(tasks.shape[1] * tasks.shape[2] + dq.shape[0] * head_groups, 1, 1),
-            block=(self.threads, 1, 1),
+            block=(self.cta.threads, 1, 1),
             stream=stream,
         )
 
@@ -155,7 +173,7 @@ class MergeGradients:
         last_key = (before + 1) * valid // number
         loaded = cute.make_rmem_tensor((FLOATS, 2), Float32)
         total = cute.make_rmem_tensor((FLOATS, 2), Float32)
-        for key in cutlass.range(first_key + thread // columns, last_key, self.threads // columns, unroll=1):
+        for key in cutlass.range(first_key + thread // columns, last_key, self.cta.threads // columns, unroll=1):
             for side in cutlass.range_constexpr(2):
                 cute.autovec_copy(self.at(sums, side, head, row + key, of_row), total[None, side])
             for other in cutlass.range(number, unroll=4):

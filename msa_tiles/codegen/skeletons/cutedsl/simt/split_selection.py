@@ -24,13 +24,14 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.shared import make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
-from msa_tiles.dsl.cutedsl.warp import WARP, ballot, bits_below, count_bits, first_bit
+from msa_tiles.dsl.cutedsl.warp import ballot, bits_below, count_bits, first_bit
 from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
 WARPS = 4  # <- tile.warps
-THREADS = WARPS * WARP
 LONGEST = 64  # entries of a query
 BATCH = 2  # entries of a lane that share what they are compared with
 # Fields of a listed block's second word, and of an owner. A mark is number of queries << 8 | mask of them.
@@ -84,10 +85,32 @@ class Tile(NamedTuple):
     lengths: Any  # of each query: the keys of its request
 
 
+@declares
+def cta(block_size, tile_tokens):
+    """What a thread block is made of."""
+    entries = {"entries": LONGEST * tile_tokens, "warps": WARPS}
+    queries = {"queries": tile_tokens, "warps": WARPS}
+    return Table(
+        roles=(Role("all", WARPS, "a tile each; none waits for another"),),
+        pipelines=(),
+        buffers=(
+            buffer("rows", "int32", note="where an entry's block begins, or -1", **entries),
+            buffer("marks", "int32", note="number of queries << 8 | mask of them; 0 of others", **entries),
+            buffer("owners", "int32", note="first entry of an entry's block | TWIN | SHARED, or -1", **entries),
+            buffer("starts", "int32", note="the first row of a query's request", **queries),
+            buffer("limits", "int32", note="the last key that a query sees", **queries),
+            buffer("lengths", "int32", note="the keys of a query's request", **queries),
+        ),
+    )
+
+
 class SplitSelection:
-    """The kernel of one block size and number of queries per tile; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, block_size, tile_tokens):
+        self.cta = cta(block_size, tile_tokens)
         self.block_size = block_size
         self.tile_tokens = tile_tokens
 
@@ -121,7 +144,7 @@ class SplitSelection:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, use_seqused, use_positions)
         self.kernel(block_indices, lengths, rest, rest_counts, shared, shared_counts, last_rows, fill).launch(
             grid=(cute.ceil_div(shared.shape[1], WARPS), shared.shape[0], 1),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             stream=stream,
         )
 
@@ -132,11 +155,8 @@ class SplitSelection:
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         tile_group, head, _ = cute.arch.block_idx()
-        memory = SmemAllocator()
-        rows, marks, owners, starts, limits, key_lengths = (
-            memory.allocate_tensor(Int32, cute.make_layout((size * self.tile_tokens, WARPS)), 16)
-            for size in (LONGEST, LONGEST, LONGEST, 1, 1, 1)
-        )
+        found = make_buffers(self.cta, SmemAllocator(), {})
+        rows, marks, owners, starts, limits, key_lengths = (found[name] for name in self.cta.buffers)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile_index = tile_group * WARPS + warp
         first_token = tile_index * self.tile_tokens

@@ -15,11 +15,11 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.grid import head_and_place
-from msa_tiles.dsl.cutedsl.warp import WARP
+from msa_tiles.dsl.cutedsl.shared import make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 
 WARPS = 8  # <- tile.warps
 ROWS = 8  # <- tile.rows
-THREADS = WARPS * WARP
 # Warps per SM for each list capacity: a chunk and a share of the list are kept in registers.
 RESIDENT = {8: 32, 16: 32, 32: 24, 64: 16}
 
@@ -36,13 +36,28 @@ def topk_select(topk: int):
     return kernel, kernel.arguments()
 
 
-class TopkSelect:
-    """All warps alike; none waits for another.
+@declares
+def cta(topk):
+    """What a thread block is made of."""
+    entries = SHARE * slots_of(topk)
+    return Table(
+        roles=(Role("all", WARPS, "rows of their own; none waits for another"),),
+        pipelines=(),
+        buffers=(
+            buffer("pools", "int32", candidates=WARP * slots_of(topk), warps=WARPS),
+            buffer("ids", "int32", entries=entries, warps=WARPS, note="of a warp's list"),
+            buffer("keys", "int32", entries=entries, warps=WARPS, note="of the same"),
+        ),
+    )
 
-    Shared memory, for every warp: its pool of candidates, [32 slots] blocks, and its list, [16 slots] blocks and keys.
+
+class TopkSelect:
+    """
+    # <- cta
     """
 
     def __init__(self, topk):
+        self.cta = cta(topk)
         self.topk = topk
         self.slots = slots_of(topk)
 
@@ -81,7 +96,7 @@ class TopkSelect:
             valid_mode, num_valid_scalar, block_size, init_blocks, local_blocks, order, heads, rows,
         ).launch(
             grid=(out.shape[0] * ((out.shape[1] + tokens - 1) // tokens), 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=RESIDENT[self.topk] // WARPS,
             # Left to the driver: else the DSL asks the GPU at hand how much shared memory it has.
             preferred_smem_carveout=-1,
@@ -97,11 +112,8 @@ class TopkSelect:
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         head, tile, tiles = head_and_place(out.shape[0])
-        memory = SmemAllocator()
-        pools, ids, keys = (
-            memory.allocate_tensor(Int32, cute.make_layout((size * self.slots, WARPS)), 16)
-            for size in (WARP, SHARE, SHARE)
-        )
+        found = make_buffers(self.cta, SmemAllocator(), {})
+        pools, ids, keys = (found[name] for name in self.cta.buffers)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % WARP
         lists = Lists(pools[None, warp], ids[None, warp], keys[None, warp])

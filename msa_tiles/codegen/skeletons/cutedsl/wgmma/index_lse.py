@@ -5,16 +5,13 @@ One warpgroup: idx_k of the task's block stays in shared memory, tiles of 64 edg
 gathered with 16-byte copies into two buffers in turn, a tile ahead; several CTAs share an SM and hide each other's
 latencies.
 
-Barrier: keys_full, 1 thread + TMA bytes. Shared memory, tiles swizzled by 128 bytes, in panels of 64 columns:
-keys [block_size, index_dim], index queries [2, 64, index_dim].
-
 Edges and tasks are laid out as the sparse_attention kernel documents them.
 """
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -24,13 +21,14 @@ from msa_tiles.dsl.cutedsl import softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.scores import fold, pick_float
+from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, wide
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
-THREADS = 128
-WARP = 32
+WARPS = 4
 WARP_ROWS = 16
 
 
@@ -48,14 +46,30 @@ def index_lse(index_dim: int, block_size: int):
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(index_dim, block_size):
+    """What a thread block is made of."""
+    swizzled = "swizzled by 128 bytes, in panels of 64 columns"
+    return Table(
+        roles=(Role("all", WARPS, "gather the queries of a tile, S = Q K^T of the tile before, sums of its rows"),),
+        pipelines=(Pipeline("keys", 1, (lane("all"),), fills=("keys",)),),
+        buffers=(
+            buffer("keys", ELEMENT, align=1024, note=swizzled, block_size=block_size, index_dim=index_dim),
+            buffer("tiles", ELEMENT, align=1024, note=f"queries, {swizzled}", turns=2, rows=ROWS, index_dim=index_dim),
+        ),
+    )
+
+
 class IndexLse:
-    """The kernel of one variant; the module's docstring says how it works."""
+    """
+    # <- cta
+    """
 
     def __init__(self, index_dim, block_size):
+        self.cta = cta(index_dim, block_size)
         self.element = ELEMENTS[ELEMENT]
         self.index_dim = index_dim
         self.block_size = block_size
-        self.block_bytes = block_size * index_dim * self.element.width // 8
 
     def arguments(self):
         """Stand-ins for cute.compile: 6 tensors, 4 scalars and the stream."""
@@ -85,7 +99,7 @@ class IndexLse:
             k_atom, mK, idx_q, edges, tasks, counts, partial_lse, scale_log2, window, first_window
         ).launch(
             grid=(tasks.shape[2], idx_q.shape[1], windows),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Stated, because the compiler would ask the GPU of this machine otherwise.
             preferred_smem_carveout=100,
             stream=stream,
@@ -118,18 +132,16 @@ class IndexLse:
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
         tiler = (ROWS, self.block_size, self.index_dim)
-        k_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, self.element, 1)
-        q_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, 2)
-        keys = memory.allocate_tensor(self.element, k_layout.outer, 1024, k_layout.inner)
-        tiles = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        keys_full = memory.allocate_array(Int64, 1)
-        if thread == 0:
-            cute.arch.mbarrier_init(keys_full, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        layouts = {
+            "keys": hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, self.element, 1),
+            "tiles": hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, 2),
+        }
+        found = make_buffers(self.cta, memory, layouts)
+        keys, tiles = found["keys"], found["tiles"]
+        keys_full = make_barriers(self.cta, memory, ())
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(keys_full, self.block_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(keys_full, self.cta.bytes_of("keys"))
             boxes = tma.boxes(keys, self.block_size, self.block_size, self.index_dim, 1)
             for panel in cutlass.range_constexpr(self.index_dim // tma.PANEL):
                 tma.load_box(k_atom, mK, key_row, panel, boxes[None, None, 0, panel, 0], keys_full)
@@ -165,7 +177,7 @@ class IndexLse:
         """Start the copies of the tile that begins with edge `first` of the task; its last edge fills up the rest."""
         thread, _, _ = cute.arch.thread_idx()
         of_row = self.index_dim // VECTOR
-        at_once = THREADS // of_row
+        at_once = self.cta.threads // of_row
         base = tiles.iterator.toint() + (first // ROWS & 1) * (ROWS * self.index_dim * BYTES // VECTOR)
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.element, num_bits_per_copy=BYTES * 8)
         for step in cutlass.range_constexpr(ROWS // at_once):
