@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from warps import Arch, Array, Deadlock, Machine, Pointer, load, motions
+from warps import Arch, Array, Deadlock, Machine, Pointer, changed, load, motions, tables
 
+from msa_tiles.dsl.cutedsl.table import Table, lane, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 
@@ -247,6 +249,8 @@ def device_code(chip: Chip, source: str | None = None) -> dict[str, Any]:
         "tcgen05": Tensors(chip),
         "tma": types.SimpleNamespace(boxes=lambda tiles, *_shape: Slices(tiles, 1)),
         "SmemAllocator": lambda: Memory(chip),
+        "ATOM": PER_TOKEN,
+        **tables(chip),
         "fence_after_sync": lambda: None,
         "fence_before_sync": lambda: None,
         "ELEMENTS": {"bfloat16": None},
@@ -254,7 +258,7 @@ def device_code(chip: Chip, source: str | None = None) -> dict[str, Any]:
         "ROWS": ROWS,
     }
     module = load(KERNEL, source=source, **names, **motions(**names))
-    module.update(GROUP=4 * LANES, WARP=LANES)
+    module.update(WARP=LANES)
     return module
 
 
@@ -315,7 +319,9 @@ def wanted(given: Problem) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def attend(given: Problem, seed: int, source: str | None = None, **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+def attend(
+    given: Problem, seed: int, source: str | None, change: Callable[[Table], Table], sizes: dict[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Two thread blocks one after another: the second finds nothing left."""
     out = Array(np.full((WINDOW * TOPK, HEADS * GROUP, DIM), np.nan))
     lse = Array(np.full((WINDOW, TOPK, HEADS * GROUP), np.nan))
@@ -326,6 +332,7 @@ def attend(given: Problem, seed: int, source: str | None = None, **sizes: int) -
         module.update(sizes)
         kernel = object.__new__(module["SparseAttention"])
         vars(kernel).update(
+            cta=change(module["cta"](DIM, KEYS, GROUP, 0)),
             element=None,
             head_dim=DIM,
             block_size=KEYS,
@@ -343,9 +350,14 @@ def attend(given: Problem, seed: int, source: str | None = None, **sizes: int) -
     return out.values, lse.values
 
 
-def check(seed: int, source: str | None = None, **sizes: int) -> None:
+def check(
+    seed: int,
+    source: str | None = None,
+    change: Callable[[Table], Table] = lambda table: table,
+    **sizes: int,
+) -> None:
     given = problem(seed)
-    for found, right in zip(attend(given, seed, source, **sizes), wanted(given), strict=True):
+    for found, right in zip(attend(given, seed, source, change, sizes), wanted(given), strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-9, atol=1e-9)
 
 
@@ -377,7 +389,6 @@ FAULTS = {
         "if (flags & LAST) != 0:\n                        commit(shared.block_free",
         "if (flags & FIRST) != 0:\n                        commit(shared.block_free",
     ),
-    "a record is overwritten while it is read": ("(RECORDS, 2 + 2 * WARPS)", "(RECORDS, 2 + WARPS)"),
     "one softmax never sees the end": (
         f"for _ in cutlass.range_constexpr(SOFTMAXES):\n            {WAIT}record_free",
         f"for _ in cutlass.range_constexpr(1):\n            {WAIT}record_free",
@@ -393,6 +404,25 @@ def test_a_fault_shows(fault: str) -> None:
     with pytest.raises((AssertionError, Deadlock)):
         for seed in range(4):
             check(seed, text.replace(right, wrong))
+
+
+# A pipeline whose table says something else than the roles do.
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a record is overwritten while it is read": (
+        "record",
+        {"free": (lane("scorer"), lane("weigher"), warps("epilogue"))},
+    ),
+    "all softmax warps read every tile": ("s", {"free": (warps("softmax_even"), warps("softmax_odd"))}),
+    "both products read the queries": ("q", {"free": (lane("scorer"), lane("weigher"))}),
+}
+
+
+@pytest.mark.parametrize("fault", TABLES)
+def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
+    name, changes = TABLES[fault]
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in range(4):
+            check(seed, change=lambda table: changed(table, name, **changes))
 
 
 @pytest.mark.slow

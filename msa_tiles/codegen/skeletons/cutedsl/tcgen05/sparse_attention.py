@@ -21,10 +21,13 @@ from msa_tiles.dsl.cutedsl import softmax, tcgen05, tma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.gather import ATOM
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
-from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS
+from msa_tiles.dsl.cutedsl.shared import barriers_of, by_rows, make_barriers, make_buffers
+from msa_tiles.dsl.cutedsl.table import WARP, Columns, Pipeline, Role, Table, buffer, declares, lane, warps
+from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS, ROWS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
@@ -37,18 +40,10 @@ AHEAD = 2  # <- tile.ahead
 SOFTMAX_REGISTERS = 192  # <- tile.softmax_registers
 EPILOGUE_REGISTERS = 80  # <- tile.epilogue_registers
 ISSUER_REGISTERS = 48  # <- tile.issuer_registers
-GROUP = 128  # threads of a warpgroup
-WARP = 32
-WARPS = GROUP // WARP
+WARPS = 4  # of a warpgroup
 SOFTMAXES = 2  # warpgroups, and tiles between their scores and their output
-EPILOGUE, ISSUERS = SOFTMAXES * WARPS, (SOFTMAXES + 1) * WARPS  # first warps of the other two warpgroups
-CLAIM, GATHER, SCORE, WEIGH = range(ISSUERS, ISSUERS + WARPS)
-THREADS = (SOFTMAXES + 2) * GROUP
 # Columns of tensor memory: room for the largest of each, so that all variants have one map.
-MEMORY = 512
-S_COLUMNS, P_COLUMNS = 128, 64
-P_FIRST = SOFTMAXES * S_COLUMNS
-O_FIRST = P_FIRST + SOFTMAXES * P_COLUMNS
+S_COLUMNS, P_COLUMNS, O_COLUMNS = 128, 64, 128
 # Flags of a record, below the valid rows of its block.
 FIRST, LAST, CUT, FLAG_BITS = 1, 2, 4, 3
 
@@ -67,8 +62,71 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     return kernel, kernel.arguments()
 
 
+@declares
+def cta(head_dim, block_size, group, pages_per_block):
+    """What a thread block is made of."""
+    gathered = "laid out as msa_tiles.dsl.cutedsl.wide_gather says"
+    softmax_does = "thread i turns row i of S into P, for every second tile"
+    # The warps of either softmax warpgroup, whose turn it is.
+    softmax_turn = warps("softmax_even")
+    return Table(
+        roles=(
+            Role("softmax_even", WARPS, f"{softmax_does} from the first on", SOFTMAX_REGISTERS),
+            Role("softmax_odd", WARPS, f"{softmax_does} from the second on", SOFTMAX_REGISTERS),
+            Role(
+                "epilogue", WARPS,
+                "thread i rounds row i of O; a warp stores the partial results of its queries, by TMA",
+                EPILOGUE_REGISTERS,
+            ),
+            Role("claimer", 1, "claims tasks, loads K and V", ISSUER_REGISTERS),
+            Role("gatherer", 1, "gathers query rows of every tile, by TMA, and writes its record", ISSUER_REGISTERS),
+            Role("scorer", 1, "multiplies S = Q K^T; owns the tensor memory", ISSUER_REGISTERS),
+            Role("weigher", 1, "multiplies O = P V", ISSUER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("task_wanted", 1, (lane("gatherer"),)),
+            Pipeline("task", 1, (lane("claimer"),)),
+            Pipeline(
+                "record", RECORDS, (lane("gatherer"),),
+                (lane("scorer"), lane("weigher"), softmax_turn, warps("epilogue")),
+                note="of softmax the warpgroup whose tile it is",
+            ),
+            Pipeline("q", STAGES, (lane("gatherer"),), (lane("scorer"),), ("queries",), note="freed by commit"),
+            Pipeline(
+                "block", BLOCKS, (lane("claimer"),), (lane("scorer"),), ("blocks",),
+                note="freed by commit of its task's last S, or of the last O by weigher",
+            ),
+            Pipeline(
+                "s", SOFTMAXES, (lane("scorer"),), (softmax_turn,), note="full by commit; stage 1 is softmax_odd's"
+            ),
+            Pipeline(
+                "p", SOFTMAXES, (softmax_turn,), (lane("weigher"),), note="freed by commit; stage 1 likewise"
+            ),
+            Pipeline("o", 1, (lane("weigher"),), (warps("epilogue"),), note="full by commit"),
+        ),
+        buffers=(
+            buffer("queries", ELEMENT, align=1024, note=gathered, stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer(
+                "blocks", ELEMENT, align=1024,
+                note="swizzled by 128 bytes, in panels of 64 columns: K and V of a task, K and V of the next",
+                stages=BLOCKS, block_size=block_size, head_dim=head_dim,
+            ),
+            buffer("staging", ELEMENT, align=1024, note=gathered, rows=ROWS, head_dim=head_dim),
+            buffer("task", "int32", note="first edge, edges or -1 at the end, head, extent", numbers=4),
+            buffer("records", "int32", stages=RECORDS, numbers=2),
+            buffer("edges", "int32", stages=RECORDS, queries=ROWS // max(group, ATOM)),
+            buffer("address", "int32", note="of the tensor memory", ids=1),
+        ),
+        tensor_memory=(
+            Columns("S", SOFTMAXES, S_COLUMNS, "float32"),
+            Columns("P", SOFTMAXES, P_COLUMNS, "pairs of elements"),
+            Columns("O", 1, O_COLUMNS, "float32"),
+        ),
+    )  # fmt: skip
+
+
 class Shared(NamedTuple):
-    """What the CTA keeps in shared memory; the barriers are pointers to the first of each kind."""
+    """What the CTA keeps in shared memory: the table's buffers, and pointers to the first of its barriers of a kind."""
 
     queries: Any
     blocks: Any
@@ -76,8 +134,8 @@ class Shared(NamedTuple):
     task: Any
     records: Any
     edges: Any
-    address: Any  # of tensor memory
-    task_wanted: Any
+    address: Any
+    task_wanted_full: Any
     task_full: Any
     record_full: Any
     record_free: Any
@@ -94,35 +152,13 @@ class Shared(NamedTuple):
 
 
 class SparseAttention:
-    """Warps
-      warpgroups 0, 1   softmax: thread i of number c turns row i of S into P, for every second tile from the c-th on
-      warpgroup 2       epilogue: thread i rounds row i of O; a warp stores the partial results of its queries, by TMA
-      warp 12           claims tasks, loads K and V
-      warp 13           gathers the query rows of every tile, by TMA, and writes the tile's record
-      warp 14           multiplies S = Q K^T; owns the tensor memory
-      warp 15           multiplies O = P V
-
-    Pipelines (name: depth, arrivals)
-      task_wanted: 1, 1 lane of the gathering warp             task_full: 1, 1 lane of the claiming warp
-      record_full: RECORDS, 1 lane of the gathering warp
-      record_free: RECORDS, 1 lane of each of its 10 readers: both multiplying warps, 4 of softmax, 4 of the epilogue
-      q_full: STAGES, 1 gathering lane + TMA bytes             q_free: STAGES, 1 commit of the S that read it
-      block_full: BLOCKS, 1 claiming lane + TMA bytes          block_free: BLOCKS, 1 commit of its task's last S or O
-      s_full: 2, 1 commit of S                                 s_free: 2, 1 lane of each of 4 softmax warps
-      p_full: 2, 1 lane of each of 4 softmax warps             p_free: 2, 1 commit of O
-      o_full: 1, 1 commit of O                                 o_free: 1, 1 lane of each epilogue warp
+    """
+    # <- cta
 
     A record is (KV head or -1 at the end, valid rows << 3 | cut << 2 | last of its task << 1 | first of it) and the
     tile's edges, -1 where there is none: all that its readers know of tasks. The end takes two, one for each softmax.
     The next task is claimed when AHEAD tiles of the one before are still to be gathered: early enough for its claim to
     be answered, late enough that no CTA hoards work.
-
-    Shared memory, tiles swizzled by 128 bytes
-      queries [STAGES, 128, head_dim] and staging [128, head_dim], laid out as msa_tiles.dsl.cutedsl.wide_gather says
-      blocks [BLOCKS, block_size, head_dim], in panels of 64 columns: K and V of a task, K and V of the next
-      task [4]      records [RECORDS, 2]      edges [RECORDS, queries of a tile]      barriers      an address
-    Tensor memory, 128 lanes, by columns
-      S [2, 128] float32      P [2, 64] pairs of elements      O [128] float32
 
     A softmax warp reads its rows of S whole and gives S back, so that the tile after next is multiplied meanwhile. P is
     normalised before it is rounded: what O holds is the partial result. Rows of a tile that belong to no edge hold
@@ -131,6 +167,7 @@ class SparseAttention:
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block):
+        self.cta = cta(head_dim, block_size, group, pages_per_block)
         self.element = ELEMENTS[ELEMENT]
         self.head_dim = head_dim
         self.block_size = block_size
@@ -187,7 +224,7 @@ class SparseAttention:
             scale_log2, window_index, Int32(window),
         ).launch(
             grid=(num_ctas, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.cta.threads, 1, 1),
             # Without it the compiler does not know how many registers a thread starts with, and ignores setmaxnreg.
             min_blocks_per_mp=1,
             stream=stream,
@@ -203,68 +240,54 @@ class SparseAttention:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         score = tcgen05.product(self.element, self.block_size, OperandMajorMode.K, OperandSource.SMEM)
         weigh = tcgen05.product(self.element, self.head_dim, OperandMajorMode.MN, OperandSource.TMEM)
+        epilogue, claimer, gatherer, scorer = map(self.cta.first_warp, ("epilogue", "claimer", "gatherer", "scorer"))
         shared = self.allocate(SmemAllocator(), score, warp)
-        if warp < EPILOGUE:
+        if warp < epilogue:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.normalise(shared, partial_lse, scale_log2, warp)
-        elif warp < ISSUERS:
+        elif warp < claimer:
             cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
-            self.store(out_atom, mO, shared, Int32(partial_lse.shape[1]), warp - EPILOGUE)
+            self.store(out_atom, mO, shared, Int32(partial_lse.shape[1]), warp - epilogue)
         else:
             cute.arch.setmaxregister_decrease(ISSUER_REGISTERS)
-            if warp == CLAIM:
+            if warp == claimer:
                 self.claim(k_atom, mK, v_atom, mV, shared, page_table, tasks, counts, claims, window_index)
-            elif warp == GATHER:
+            elif warp == gatherer:
                 self.gather(q_atom, mQ, shared, edges, window_index, window_index * window)
-            elif warp == SCORE:
+            elif warp == scorer:
                 self.score(score, shared)
             else:
                 self.weigh(weigh, shared)
         # Whoever saw the last tile of all leaves with nothing under way in tensor memory.
         fence_before_sync()
         cute.arch.sync_threads()
-        if warp == SCORE:
+        if warp == scorer:
             fence_after_sync()
-            cute.arch.dealloc_tmem(self.memory(shared), MEMORY)
+            cute.arch.dealloc_tmem(self.memory(shared), self.cta.tensor_memory)
 
     @cute.jit
     def allocate(self, memory: SmemAllocator, score, warp: Int32):
         """Shared and tensor memory, with barriers ready for use on return."""
-        q_layout = tcgen05.left_layout(score, self.element, self.head_dim, STAGES)
-        o_layout = tcgen05.left_layout(score, self.element, self.head_dim, 1)
-        b_layout = tcgen05.right_layout(
-            score, self.element, OperandMajorMode.K, self.block_size, self.head_dim, BLOCKS
-        )  # fmt: skip
-        queries = memory.allocate_tensor(self.element, q_layout.outer, 1024, q_layout.inner)
-        blocks = memory.allocate_tensor(self.element, b_layout.outer, 1024, b_layout.inner)
-        staging = memory.allocate_tensor(self.element, o_layout.outer, 1024, o_layout.inner)
-        task = memory.allocate_tensor(Int32, cute.make_layout(4), 16)
-        records = memory.allocate_tensor(Int32, cute.make_layout((RECORDS, 2), stride=(2, 1)), 16)
-        edges = memory.allocate_tensor(Int32, cute.make_layout((RECORDS, self.queries), stride=(self.queries, 1)), 16)
-        # Depth and arrivals of each kind, in the order of Shared.
-        kinds = (
-            (1, 1), (1, 1), (RECORDS, 1), (RECORDS, 2 + 2 * WARPS), (STAGES, 1), (STAGES, 1), (BLOCKS, 1), (BLOCKS, 1),
-            (SOFTMAXES, 1), (SOFTMAXES, WARPS), (SOFTMAXES, WARPS), (SOFTMAXES, 1), (1, 1), (1, WARPS),
-        )  # fmt: skip
-        barriers = memory.allocate_array(Int64, sum(depth for depth, _ in kinds))
-        address = memory.allocate_array(Int32, 1)
-        starts = [sum(depth for depth, _ in kinds[:i]) for i in range(len(kinds))]
-        if cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(kinds)):
-                for j in cutlass.range_constexpr(kinds[i][0]):
-                    cute.arch.mbarrier_init(barriers + starts[i] + j, kinds[i][1])
-            cute.arch.mbarrier_init_fence()
-        if warp == SCORE:
-            cute.arch.alloc_tmem(MEMORY, address)
+        layouts = {
+            "queries": tcgen05.left_layout(score, self.element, self.head_dim, STAGES),
+            "blocks": tcgen05.right_layout(
+                score, self.element, OperandMajorMode.K, self.block_size, self.head_dim, BLOCKS
+            ),
+            "staging": tcgen05.left_layout(score, self.element, self.head_dim, 1),
+            **by_rows(self.cta, "records", "edges"),
+        }
+        found = make_buffers(self.cta, memory, layouts)
+        if warp == self.cta.first_warp("scorer"):
+            cute.arch.alloc_tmem(self.cta.tensor_memory, found["address"].iterator)
             cute.arch.relinquish_tmem_alloc_permit()
             fence_before_sync()
-        cute.arch.sync_threads()
+        barriers = make_barriers(self.cta, memory, ())
         fence_after_sync()
-        return Shared(queries, blocks, staging, task, records, edges, address, *(barriers + start for start in starts))
+        return Shared(**found, **barriers_of(self.cta, barriers))
 
     def memory(self, shared: Shared):
         """The first column of tensor memory; read by who needs it, so that the others keep no register for it."""
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, shared.address)
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, shared.address.iterator)
 
     @cute.jit
     def claim(
@@ -283,7 +306,7 @@ class SparseAttention:
         wanted = Int32(1)
         running = Int32(1)
         while running > 0:
-            cute.arch.mbarrier_wait(shared.task_wanted, wanted)
+            cute.arch.mbarrier_wait(shared.task_wanted_full, wanted)
             wanted = wanted ^ 1
             claim = next_claim(claim, claims, counts, window_index, heads, lambda head: head)
             head = claim.head
@@ -345,7 +368,7 @@ class SparseAttention:
                     edge = of_head[first_edge + mine]
                 for tile in cutlass.range(tiles, unroll=1):
                     if (lane == 0) & (tile == cutlass.max(tiles - AHEAD, 0)):
-                        cute.arch.mbarrier_arrive(shared.task_wanted)
+                        cute.arch.mbarrier_arrive(shared.task_wanted_full)
                     current = edge
                     queries = cutlass.min(num - tile * self.queries, self.queries)
                     mine = mine + self.queries
@@ -452,7 +475,7 @@ class SparseAttention:
             weigh, self.element, OperandMajorMode.MN, self.head_dim, self.block_size, BLOCKS
         )  # fmt: skip
         values = weigh[0].make_fragment_B(cute.make_tensor(shared.blocks.iterator, layout.outer))
-        into = tcgen05.accumulator(weigh, self.head_dim, memory + O_FIRST)
+        into = tcgen05.accumulator(weigh, self.head_dim, memory + self.cta.column("O"))
         record = Int32(0)
         record_phase = Int32(0)
         # The values of a task come behind its keys.
@@ -478,7 +501,7 @@ class SparseAttention:
                 cute.arch.mbarrier_wait(shared.o_free, free_phase)
                 fence_after_sync()
                 left = tcgen05.left_operand(
-                    weigh, self.element, self.block_size, memory + (P_FIRST + place * P_COLUMNS)
+                    weigh, self.element, self.block_size, memory + (self.cta.column("P") + place * P_COLUMNS)
                 )  # fmt: skip
                 tcgen05.multiply(weigh, into, left, values[None, None, None, block])
                 with cute.arch.elect_one():
@@ -536,7 +559,7 @@ class SparseAttention:
                 fence_after_sync()
                 for step in cutlass.range_constexpr(self.block_size // COLUMNS):
                     scaled(scores, step * COLUMNS, inverse, probabilities)
-                    columns = P_FIRST + place * P_COLUMNS + step * COLUMNS // 2
+                    columns = self.cta.column("P") + place * P_COLUMNS + step * COLUMNS // 2
                     tcgen05.write(probabilities, memory + columns, thread)
                 cute.arch.fence_view_async_tmem_store()
                 fence_before_sync()
@@ -576,7 +599,7 @@ class SparseAttention:
                 phase = phase ^ 1
                 fence_after_sync()
                 for step in cutlass.range_constexpr(steps):
-                    tcgen05.read(memory + (O_FIRST + step * COLUMNS), thread, exact)
+                    tcgen05.read(memory + (self.cta.column("O") + step * COLUMNS), thread, exact)
                     cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(step == steps - 1):
                         fence_before_sync()
