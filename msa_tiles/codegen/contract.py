@@ -21,6 +21,10 @@ def header(digests: Mapping[str, str], operator: Operator, contract: Sequence[st
         "",
         *contract,
     ]
+    for line in lines:
+        # The reader of specs refuses such text; code that follows a comment must not depend on that alone.
+        if len(line.splitlines()) > 1:
+            raise ValueError(f"a line of the header of {operator.name} would be several: {line!r}")
     return "\n".join(f"# {line}".rstrip() for line in lines) + "\n\n"
 
 

@@ -68,25 +68,25 @@ class KernelPlan:
         """Threads of a block of this variant."""
         if self.threads_formula is None:
             return self._table(variant).threads
-        return int(self.threads_formula({**self.tile, **variant}))
+        return self.threads_formula.whole({**self.tile, **variant})
 
     def shared_memory(self, variant: Point) -> int:
         """Bytes of shared memory that a block of this variant takes."""
         if self.shared_memory_formula is None:
             return self._table(variant).shared_memory
-        return int(self.shared_memory_formula({**self.tile, **variant}))
+        return self.shared_memory_formula.whole({**self.tile, **variant})
 
     def registers(self, variant: Point) -> int:
         """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
         if self.threads_formula is None:
             return self._table(variant).registers
-        return int(self.registers_formula({**self.tile, **variant})) if self.registers_formula else 0
+        return self.registers_formula.whole({**self.tile, **variant}) if self.registers_formula else 0
 
     def tensor_memory(self, variant: Point) -> int:
         """Columns of tensor memory that a block of this variant takes."""
         if self.threads_formula is None:
             return self._table(variant).tensor_memory
-        return int(self.tensor_memory_formula({**self.tile, **variant})) if self.tensor_memory_formula else 0
+        return self.tensor_memory_formula.whole({**self.tile, **variant}) if self.tensor_memory_formula else 0
 
     def points(self) -> Iterator[dict[str, int]]:
         """Every variant that the cell declares."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import dumps, index
 from msa_tiles.codegen.plan import KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
+from msa_tiles.files import UNFINISHED, write_atomically
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, operands_of, search_operands, without_header
 from msa_tiles.spec import Specs, load
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
 
 INDEX = "index.json"
+_ABANDONED = 3600  # seconds after which nobody writes a file any more
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,21 @@ def _own_operands(tree: Path) -> dict[str, str]:
 
 
 def write(generated: Generated, out: Path, selection: Selection | None = None) -> Changes:
-    """Bring `out` up to date. Only a run over all cells deletes orphans, and only those that were generated."""
+    """Bring `out` up to date. Only a run over all cells deletes orphans, and only those that were generated.
+
+    A reader sees every file as it was or as it will be, the index last. A run that is killed leaves no file torn.
+
+    Raises ValueError where a link leads out of `out`, OSError that names the file.
+    """
     selection = selection or Selection()
     wanted = _wanted(generated, out, selection)
-    changed = [path for path, text in wanted.items() if _read(out / path) != text]
+    _refuse_links(out, wanted)
+    changed = [path for path, text in wanted.items() if (out / path).is_symlink() or _read(out / path) != text]
     for path in changed:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
-        (out / path).write_text(wanted[path], encoding="utf-8", newline="\n")
+        write_atomically(out / path, wanted[path])
     orphans = _orphans(generated, out) if selection.everything else []
-    deleted = [path for path in orphans if (_read(out / path) or "").startswith(f"# {MADE_BY} ")]
+    deleted = [path for path in orphans if _is_ours(out / path)]
     for path in deleted:
         (out / path).unlink()
     kept = tuple(path for path in orphans if path not in deleted)
@@ -114,7 +123,9 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
     found = []
     for path, text in _wanted(generated, out, selection).items():
         present = _read(out / path)
-        if present is None:
+        if (out / path).is_symlink():
+            found.append(f"{path} is a symbolic link, not the file itself")
+        elif present is None:
             found.append(f"{path} is missing")
         elif present != text and path == INDEX:
             found.append(f"{path} is not what the specs declare")
@@ -148,11 +159,32 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
     return {**generated.index, "cells": cells}
 
 
+def _folders() -> list[Path]:
+    """The folders below an output directory that generated files lie in."""
+    return [folder for dsl in PINS for folder in (Path(dsl), operands_of(Path(), dsl))]
+
+
+def _refuse_links(out: Path, paths: Iterable[str]) -> None:
+    """Refuse folders that are links: what is written or deleted behind one lies elsewhere."""
+    folders = {parent for path in paths for parent in Path(path).parents}
+    for folder in _folders():
+        folders |= {folder, *folder.parents}
+    for folder in sorted(folders - {Path()}):
+        if (out / folder).is_symlink():
+            raise ValueError(f"{out / folder} is a symbolic link; kernels are written below {out} alone: remove it")
+
+
 def _orphans(generated: Generated, out: Path) -> list[str]:
-    folders = [folder for dsl in PINS for folder in (out / dsl, operands_of(out, dsl))]
-    present = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
+    present = (path for folder in _folders() for path in sorted((out / folder).rglob("*")) if path.is_file())
     names = (path.relative_to(out).as_posix() for path in present if "__pycache__" not in path.parts)
     return [name for name in names if name not in generated.files]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is one that was generated, or that a run which was killed had not finished."""
+    if path.name.startswith(UNFINISHED):
+        return time.time() - path.stat().st_mtime > _ABANDONED
+    return (_read(path) or "").startswith(f"# {MADE_BY} ")
 
 
 def _copies(generated: Generated) -> set[str]:

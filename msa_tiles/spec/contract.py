@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from msa_tiles.spec.expression import Expression, ExpressionError
@@ -45,14 +48,14 @@ def read_operator(root: Node, file_stem: str) -> Operator:
         ("op", "summary", "reference", "dims", "inputs", "outputs", "roofline", "tolerance", "workloads", "kernels"),
         optional=("parameters", "features", "rules", "variants"),
     )
-    if (name := keys["op"].string()) != file_stem:
+    if (name := keys["op"].identifier()) != file_stem:
         raise keys["op"].error(f"op is {name!r} in a file named {file_stem}.yaml")
     dims = _dims(keys["dims"])
-    inputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["inputs"].entries().items()}
-    outputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["outputs"].entries().items()}
+    inputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["inputs"].named().items()}
+    outputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["outputs"].named().items()}
     parameters = {}
     if "parameters" in keys:
-        parameters = {p: _parameter(p, node, dims) for p, node in keys["parameters"].entries().items()}
+        parameters = {p: _parameter(p, node, dims) for p, node in keys["parameters"].named().items()}
     variants = _variants(keys.get("variants"), dims, keys["dims"])
     rules = tuple(_expression(rule, dims) for rule in keys["rules"].items()) if "rules" in keys else ()
     roofline_keys = keys["roofline"].fields(("flops", "bytes"))
@@ -64,11 +67,11 @@ def read_operator(root: Node, file_stem: str) -> Operator:
     verify, bench = read_workloads(keys["workloads"], dims, parameters, inputs, variants)
     features = {}
     if "features" in keys:
-        features = {feature: node.string() for feature, node in keys["features"].entries().items()}
+        features = {feature: node.string() for feature, node in keys["features"].named().items()}
     return Operator(
         name=name,
         summary=keys["summary"].string(),
-        reference=keys["reference"].string(),
+        reference=_reference(keys["reference"]),
         dims=frozen(dims),
         inputs=frozen(inputs),
         outputs=frozen(outputs),
@@ -85,9 +88,26 @@ def read_operator(root: Node, file_stem: str) -> Operator:
     )
 
 
+def _reference(node: Node) -> str:
+    """The function of `msa_tiles.reference` that an operator is compared with."""
+    if (name := node.identifier()) not in (known := _references()):
+        raise node.error(f"reference {name!r} is no function of msa_tiles.reference; it has {', '.join(known)}")
+    return name
+
+
+@functools.lru_cache(maxsize=1)
+def _references() -> tuple[str, ...]:
+    """What `msa_tiles.reference` exports, read from its text: importing it would import torch."""
+    text = (Path(__file__).parents[1] / "reference" / "__init__.py").read_text(encoding="utf-8")
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["__all__"]:
+            return tuple(ast.literal_eval(statement.value))
+    raise RuntimeError("msa_tiles.reference does not say what it exports")
+
+
 def _dims(node: Node) -> dict[str, tuple[int, ...] | Expression | None]:
     dims: dict[str, tuple[int, ...] | Expression | None] = {}
-    entries = node.entries()
+    entries = node.named()
     for name, value in entries.items():
         if name in QUANTITIES:
             raise value.error(f"dim {name!r} has the name of a roofline quantity")
@@ -217,11 +237,11 @@ def _rows(node: Node, variants: Variants, features: dict[str, str], op: str) -> 
             raise change.error(f"{change.name} changes nothing")
     for target, precision in itertools.product(*axes.values()):
         own = {key: keys[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
-        tile = keys["tile"].entries()
+        tile = keys["tile"].named()
         for name in (target, precision):
             own |= changes.get(name, {})
             if "tile" in changes.get(name, {}):
-                tile |= changes[name]["tile"].entries()
+                tile |= changes[name]["tile"].named()
         if ("threads" in own) != ("shared_memory" in own):
             raise node.error("threads and shared_memory come together, or not at all where the kernel has a table")
         lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
@@ -229,7 +249,7 @@ def _rows(node: Node, variants: Variants, features: dict[str, str], op: str) -> 
             dsl=keys["dsl"].string(DSLS),
             target=target,
             precision=precision,
-            algorithm=keys["algorithm"].string() if "algorithm" in keys else "",
+            algorithm=keys["algorithm"].identifier() if "algorithm" in keys else "",
             where=node.where,
             key_lines=frozen({key: value.where for key, value in own.items()} | lines),
             **_kernel(own, tile, variants, features, op),
@@ -260,10 +280,10 @@ def _kernel(
         raise keys["operands"].error(f"{keys['operands'].name} names no operand")
     return {
         "compute": keys["compute"].string(WIDE_ELEMENTS) if "compute" in keys else None,
-        "operands": frozen({role: value.string() for role, value in operands.items()}),
-        "mma": keys["mma"].string(),
+        "operands": frozen({role: value.identifier() for role, value in operands.items()}),
+        "mma": keys["mma"].identifier(),
         "copy": keys["copy"].strings() if "copy" in keys else (),
-        "tile": frozen({name: value.integer(minimum=0) for name, value in tile.items()}),
+        "tile": frozen({name: value.integer(minimum=1) for name, value in tile.items()}),
         "threads": _expression(keys["threads"], sizes) if "threads" in keys else None,
         "shared_memory": _expression(keys["shared_memory"], sizes) if "shared_memory" in keys else None,
         "registers": _expression(keys["registers"], sizes) if "registers" in keys else None,

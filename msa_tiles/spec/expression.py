@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _COMPARE: dict[type, Callable] = {
     ast.GtE: operator.ge,
 }
 _FUNCTIONS: dict[str, Callable] = {"min": min, "max": max, "ceildiv": lambda a, b: -(-a // b)}
+# More than any spec needs, and less than what an evaluation that calls itself could not take.
+LONGEST, MOST_TERMS, DEEPEST = 1000, 400, 32
 
 
 class ExpressionError(ValueError):
@@ -42,7 +45,7 @@ class Expression:
     source: str
 
     def __post_init__(self) -> None:
-        nodes = list(ast.walk(_parse(self.source)))
+        nodes = _nodes(self.source)
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         for node in nodes:
             _check(node, self.source)
@@ -58,9 +61,21 @@ class Expression:
         if missing:
             raise ExpressionError(f"{self.source!r} needs a value for {', '.join(missing)}")
         try:
-            return _evaluate(_parse(self.source), values)
+            value = _evaluate(_parse(self.source), values)
+            if math.isfinite(value):
+                return value
         except ZeroDivisionError as error:
             raise ExpressionError(f"{self.source!r} divides by zero") from error
+        except OverflowError:
+            pass
+        raise ExpressionError(f"{self.source!r} is too large for a number")
+
+    def whole(self, values: Mapping[str, int | float]) -> int:
+        """The value, which must be a whole number that is not negative. Raises ExpressionError."""
+        value = self(values)
+        if value != int(value) or value < 0:
+            raise ExpressionError(f"{self.source!r} is {value:g}, wanted a whole number that is not negative")
+        return int(value)
 
     def __str__(self) -> str:
         return self.source
@@ -70,8 +85,25 @@ class Expression:
 def _parse(source: str) -> ast.expr:
     try:
         return ast.parse(source.strip(), mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ExpressionError(f"{source!r} is not an expression") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """All parts of an expression. Raises ExpressionError for more, or deeper ones, than an evaluation takes."""
+    if len(source) > LONGEST:
+        raise ExpressionError(f"an expression of {len(source)} characters, wanted at most {LONGEST}")
+    found: list[ast.AST] = []
+    level: list[ast.AST] = [_parse(source)]
+    for _ in range(DEEPEST):
+        found += level
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            break
+    if level or len(found) > MOST_TERMS:
+        raise ExpressionError(f"{source[:40]!r}… has too many terms: {MOST_TERMS} at most, {DEEPEST} deep")
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,8 +117,12 @@ def _check(node: ast.AST, source: str) -> None:
         return
     if isinstance(node, ast.Call):
         known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-        if known and node.args and not node.keywords and not any(isinstance(a, ast.Starred) for a in node.args):
-            return
+        if known and not node.keywords and not any(isinstance(a, ast.Starred) for a in node.args):
+            assert isinstance(node.func, ast.Name)
+            if len(node.args) == 2 or (len(node.args) > 2 and node.func.id != "ceildiv"):
+                return
+            wanted = "two" if node.func.id == "ceildiv" else "two or more"
+            raise ExpressionError(f"{source!r} calls {node.func.id} with {len(node.args)} arguments, wanted {wanted}")
     plain = (ast.Name, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.IfExp, ast.expr_context)
     symbols = (*_BINARY, *_COMPARE, ast.And, ast.Or, ast.Not, ast.USub)
     if not isinstance(node, plain + symbols):

@@ -16,7 +16,7 @@ def read_target(root: Node, file_stem: str) -> Target:
         ),
         optional=("tensor_memory_columns",),
     )
-    if (name := keys["target"].string()) != file_stem:
+    if (name := keys["target"].identifier()) != file_stem:
         raise keys["target"].error(f"target is {name!r} in a file named {file_stem}.yaml")
     capability = [item.integer(minimum=0) for item in keys["capability"].items()]
     if len(capability) != 2:
@@ -25,7 +25,7 @@ def read_target(root: Node, file_stem: str) -> Target:
     if keys["arch"].string() not in (expected, expected + "a", expected + "f"):
         raise keys["arch"].error(f"arch must be {expected} or {expected}a to agree with capability {capability}")
     threads = keys["threads_per_block"].integer(minimum=32)
-    mma = {kind: _mma(kind, node, threads) for kind, node in keys["mma"].entries().items()}
+    mma = {kind: _mma(kind, node, threads) for kind, node in keys["mma"].named().items()}
     elements = {element for kind in mma.values() for element in kind.elements}
     devices = {product: _device(product, node, elements) for product, node in keys["devices"].entries().items()}
     if (default := keys["default_device"].string()) not in devices:
@@ -49,7 +49,7 @@ def read_target(root: Node, file_stem: str) -> Target:
         threads_per_block=threads,
         tensor_memory_columns=keys["tensor_memory_columns"].integer(1) if "tensor_memory_columns" in keys else 0,
         mma=frozen(mma),
-        copy=frozen({engine: read_opcodes(node) for engine, node in keys["copy"].entries().items()}),
+        copy=frozen({engine: read_opcodes(node) for engine, node in keys["copy"].named().items()}),
         forbid=read_opcodes(keys["forbid"]),
         where=root.where,
     )
@@ -78,7 +78,7 @@ def _mma(name: str, node: Node, threads_per_block: int) -> MmaKind:
         raise keys["thread_group"].error(
             f"thread_group {group} must be whole warps and divide threads_per_block {threads_per_block}"
         )
-    elements = {element: read_opcodes(opcodes) for element, opcodes in keys["elements"].entries().items()}
+    elements = {element: read_opcodes(opcodes) for element, opcodes in keys["elements"].named().items()}
     if not elements:
         raise keys["elements"].error(f"{keys['elements'].name} must name at least one element")
     forbid = read_opcodes(keys["forbid"]) if "forbid" in keys else ()

@@ -14,9 +14,9 @@ SCALE_GRANULARITIES = ("tensor", "head", EACH_TOKEN, "group")
 def read_precisions(root: Node) -> tuple[dict[str, Format], dict[str, Precision]]:
     """Formats by name, and precisions by name."""
     keys = root.fields(("formats", "precisions"))
-    formats = {name: _format(name, node) for name, node in keys["formats"].entries().items()}
+    formats = {name: _format(name, node) for name, node in keys["formats"].named().items()}
     precisions: dict[str, Precision] = {}
-    for name, node in keys["precisions"].entries().items():
+    for name, node in keys["precisions"].named().items():
         precisions[name] = precision = _precision(name, node, formats)
         if name in {format.group for format in formats.values()} and name != precision.group:
             raise node.error(f"precision {name!r} has the name of a group that it does not belong to")
@@ -50,13 +50,13 @@ def _format(name: str, node: Node) -> Format:
     return Format(
         name=name,
         summary=keys["summary"].string(),
-        group=keys["group"].string(),
-        element=keys["element"].string(),
+        group=keys["group"].identifier(),
+        element=keys["element"].identifier(),
         bits=bits,
         storage=storage,
         packed=packed,
         scale=_scale(keys["scale"]) if "scale" in keys else None,
-        operand=keys["operand"].string() if "operand" in keys else name,
+        operand=keys["operand"].identifier() if "operand" in keys else name,
         where=node.where,
     )
 
@@ -76,7 +76,7 @@ def _precision(name: str, node: Node, formats: Mapping[str, Format]) -> Precisio
         query=roles["query"],
         key_value=roles.get("key_value"),
         index_key=roles.get("index_key"),
-        multiply=keys["multiply"].string(),
+        multiply=keys["multiply"].identifier(),
         output=keys["output"].string(("bfloat16", "float32")),
         where=node.where,
         multiply_where=keys["multiply"].where,

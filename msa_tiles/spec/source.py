@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import keyword
+import math
 import os
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +16,14 @@ from pathlib import Path
 import yaml
 
 Scalar = str | int | float | bool | None
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # composes nodes; nothing is ever constructed of a tag
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+# More than any spec has; what is read is what somebody wrote, not what breaks a reader.
+MOST_CHARACTERS, DEEPEST = 1 << 20, 24
+LARGEST = 1 << 62  # of integers
+_LONGEST_NAME = 64
+# Of characters that no text of a spec holds: they end a line, or are seen as something else.
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class Node:
         """The values of a mapping whose keys are free names."""
         if not isinstance(self.yaml, yaml.MappingNode):
             raise self.error(f"{self.title} must be a mapping, not {self._kind()}")
+        self._refuse_tags()
         found: dict[str, Node] = {}
         for key_node, value_node in self.yaml.value:
             where = Location(self.where.file, key_node.start_mark.line + 1)
@@ -78,10 +90,18 @@ class Node:
             found[key] = Node(value_node, where, f"{self.name}.{key}" if self.name else key)
         return found
 
+    def named(self) -> dict[str, Node]:
+        """The values of a mapping whose keys become names in code, files or cells."""
+        found = self.entries()
+        for name, node in found.items():
+            node.check_name(name)
+        return found
+
     def items(self) -> list[Node]:
         """The values of a list."""
         if not isinstance(self.yaml, yaml.SequenceNode):
             raise self.error(f"{self.name} must be a list, not {self._kind()}")
+        self._refuse_tags()
         return [
             Node(item, Location(self.where.file, item.start_mark.line + 1), f"{self.name}[{position}]")
             for position, item in enumerate(self.yaml.value)
@@ -99,14 +119,32 @@ class Node:
         value = self.scalar()
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"{self.name} must be text, not {value!r}")
+        if unseen := unseen_in(value):
+            raise self.error(f"{self.name} holds {unseen[1]}, which text of a spec may not")
         if choices is not None and value not in (known := tuple(choices)):
             raise self.error(f"{self.name} is {value!r}; it must be one of {', '.join(known)}")
         return value
+
+    def identifier(self) -> str:
+        """Text that becomes a name in code, files or cells."""
+        value = self.string()
+        self.check_name(value)
+        return value
+
+    def check_name(self, name: str) -> None:
+        """Refuse what is no plain name: ASCII letters, digits and underscores, a letter first, no word of Python."""
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or keyword.iskeyword(name) or len(name) > _LONGEST_NAME:
+            raise self.error(
+                f"{self.name}: {name!r} is no name; wanted a letter, then letters, digits and _, {_LONGEST_NAME} at "
+                "most, and no word of Python"
+            )
 
     def integer(self, minimum: int | None = None) -> int:
         value = self.scalar()
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(f"{self.name} must be an integer, not {value!r}")
+        if abs(value) > LARGEST:
+            raise self.error(f"{self.name} is {value:.3g}; it must be at most 2**62")
         if minimum is not None and value < minimum:
             raise self.error(f"{self.name} is {value}; it must be at least {minimum}")
         return value
@@ -115,6 +153,8 @@ class Node:
         value = self.scalar()
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(f"{self.name} must be a number, not {value!r}")
+        if not math.isfinite(value) or abs(value) > LARGEST:
+            raise self.error(f"{self.name} is {value:.3g}; it must be finite, and at most 2**62")
         if minimum is not None and not value >= minimum:
             raise self.error(f"{self.name} is {value}; it must be at least {minimum}")
         return value
@@ -139,6 +179,10 @@ class Node:
                 raise self.items()[position].error(f"{self.name} lists {value!r} twice")
         return tuple(values)
 
+    def _refuse_tags(self) -> None:
+        if self.yaml.tag not in _PLAIN_TAGS:
+            raise self.error(f"{self.title} has the tag {self.yaml.tag!r}; specs have none")
+
     def _kind(self) -> str:
         if isinstance(self.yaml, yaml.MappingNode):
             return "a mapping"
@@ -159,7 +203,13 @@ def read(path: Path) -> Node:
 @functools.lru_cache(maxsize=256)
 def parse(text: str, file: str) -> Node:
     """Compose YAML text; `file` is what error messages call it."""
+    if len(text) > MOST_CHARACTERS:
+        raise SpecError(Location(file, 1), f"the file has {len(text)} characters, wanted at most {MOST_CHARACTERS}")
+    if unseen := unseen_in(text, besides="\t\n"):
+        line = text.count("\n", 0, unseen[0]) + 1
+        raise SpecError(Location(file, line), f"the line holds {unseen[1]}, which specs may not")
     try:
+        _check_shape(text, file)
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -171,9 +221,34 @@ def parse(text: str, file: str) -> Node:
     return Node(root, Location(file, 1), "")
 
 
+def _check_shape(text: str, file: str) -> None:
+    """Refuse what could make a reader run in circles or out of memory, before anything is composed."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        where = Location(file, event.start_mark.line + 1 if event.start_mark else 1)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise SpecError(where, "specs have no anchors (&) and no aliases (*)")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise SpecError(where, f"lists and mappings lie more than {DEEPEST} deep in each other")
+
+
+def unseen_in(text: str, besides: str = "") -> tuple[int, str] | None:
+    """Place and name of the first character of a text that is not seen, or ends a line; None where there is none."""
+    if (text.translate(dict.fromkeys(map(ord, besides))) if besides else text).isprintable():
+        return None
+    for place, character in enumerate(text):
+        if not character.isprintable() and character not in besides and unicodedata.category(character) in _UNSEEN:
+            return place, f"the character U+{ord(character):04X}"
+    return None
+
+
 def shown(path: Path) -> str:
     """The path as messages name it: relative to the working directory when it lies below."""
-    absolute = path.resolve()
+    try:
+        absolute = path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        absolute = path.absolute()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 

@@ -27,7 +27,7 @@ def dims_of(operator: Operator, workload: Workload, point: Point) -> dict[str, i
         if not ready:
             raise KeyError(f"{operator.name}: no value for the dims that {', '.join(pending)} follow from")
         for name in ready:
-            dims[name] = int(pending.pop(name)(dims))
+            dims[name] = pending.pop(name).whole(dims)
     return dims
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from msa_tiles.spec.model import POSITION_DIMS, Parameter, Tensor, Variants, Workload, frozen
@@ -10,6 +11,7 @@ from msa_tiles.spec.source import Node
 SELECTIONS = ("uniform", "sticky")
 VALUES = ("normal", "integer")
 POINTS = ("m3", "ci")
+LONGEST = 1 << 27  # tokens of a request
 _OWN_KEYS = ("label", "sequences", "values", "selection", "points")
 
 
@@ -37,7 +39,7 @@ def read_workloads(
             wanted = f"needs `selection`, one of {', '.join(SELECTIONS)}" if reads_ids else "takes no `selection`"
             raise item.error(f"{item.name} {wanted}: it is about the block ids that the operator reads")
         return Workload(
-            label=own["label"].string(),
+            label=_label(own["label"]),
             sequences=tuple(_lengths(pair) for pair in own["sequences"].items()),
             dims=frozen({name: given[name].integer(minimum=1) for name in given if name in dims}),
             parameters=frozen(
@@ -63,6 +65,14 @@ def read_workloads(
     return verify, bench
 
 
+def _label(node: Node) -> str:
+    """A name that options and rows of results hold."""
+    label = node.string()
+    if not re.fullmatch(r"[A-Za-z0-9_]+", label):
+        raise node.error(f"{node.name} is {label!r}; a label has letters, digits and _ alone")
+    return label
+
+
 def _unique_labels(node: Node, read: Any) -> tuple[Workload, ...]:
     workloads: list[Workload] = []
     for item in node.items():
@@ -77,8 +87,8 @@ def _unique_labels(node: Node, read: Any) -> tuple[Workload, ...]:
 
 def _lengths(node: Node) -> tuple[int, int]:
     pair = [item.integer(minimum=0) for item in node.items()]
-    if len(pair) != 2:
-        raise node.error(f"{node.name} must be [queries, keys]")
+    if len(pair) != 2 or max(pair) > LONGEST:
+        raise node.error(f"{node.name} must be [queries, keys], of at most {LONGEST} each")
     return pair[0], pair[1]
 
 

@@ -70,7 +70,7 @@ def test_the_header_states_the_contract(toy: Toy) -> None:
     assert header.splitlines()[1].startswith("# cell: scale.tilelang.toy.bf16   digest: ")
     assert header.splitlines()[3:] == [
         "# Every row times a number.",
-        "# Oracle: msa_tiles.reference.scale",
+        "# Oracle: msa_tiles.reference.combine",
         "#",
         "# Inputs",
         "#   x  [total_q, width]  bfloat16  last stride 1",

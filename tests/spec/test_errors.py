@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -149,6 +150,50 @@ MISTAKES = {
     "combination twice":
         (PRECISIONS, "  q8k8:", "  twin: {query: bf16, key_value: e4m3, multiply: bfloat16, output: bfloat16}\n  q8k8:",
          0, "precision 'twin' is the same combination as 'q16kv8'"),
+    "code for a reference":
+        (TOPK, "reference: topk_select", 'reference: "a\\nimport os"', 0, r"reference holds the character U\+000A"),
+    "reference that is none":
+        (TOPK, "reference: topk_select", "reference: os", 0, "'os' is no function of msa_tiles.reference; it has"),
+    "reference with a path":
+        (TOPK, "reference: topk_select", "reference: plain.topk", 0, "'plain.topk' is no name; wanted a letter, then"),
+    "line separator in a summary":
+        (TOPK, "summary: ", 'summary: "a\\u2028b" #', 0, r"summary holds the character U\+2028"),
+    "line separator in the file": (TOPK, "summary: ", "summary: \u2028", 0, r"the line holds the character U\+2028"),
+    "bell in the file": (TOPK, "summary: ", "summary: \a", 0, r"the line holds the character U\+0007"),
+    "text turned round": (TOPK, "summary: ", "summary: \u202e", 0, r"the line holds the character U\+202E"),
+    "name that leaves its directory":
+        (ATTENTION, "    mma: wgmma", "    algorithm: ../../x\n    mma: wgmma", 0, r"'\.\./\.\./x' is no name"),
+    "name that is a word of Python": (TOPK, "  out:", "  class:", 0, "'class' is no name; wanted a letter"),
+    "name that begins with an underscore": (PRECISIONS, "  q8k8:", "  __init__:", 0, "'__init__' is no name"),
+    "name of other letters": (PRECISIONS, "  q8k8:", "  qß:", 0, "'qß' is no name"),
+    "operand that is a path":
+        (ATTENTION, "    mma: wgmma", "    operands: {key_value: a/b}\n    mma: wgmma", 0, "'a/b' is no name"),
+    "label with a space": (ATTENTION, "label: one_token", "label: one token", 0, "has letters, digits and _ alone"),
+    "infinite tolerance": (ATTENTION, "out: 0.03", "out: 1.0e+400", 0, "out is inf; it must be finite"),
+    "no tolerance at all": (ATTENTION, "out: 0.03", "out: .nan", 0, "write a plain decimal number"),
+    "tile of nothing": (ATTENTION, "tile: {stages: 5", "tile: {stages: 0", 0, "stages is 0; it must be at least 1"),
+    "number beyond measure": (ATTENTION, "topk: 16}", f"topk: {10**30}}}", 0, r"topk is 1e\+30; it must be at most 2"),
+    "more digits than an integer has": (ATTENTION, "topk: 16}", f"topk: {'9' * 5000}}}", 0, "write a plain decimal"),
+    "request beyond measure": (ATTENTION, "[[4096, 4096]], sel", "[[4096, 999999999]], sel", 0, "of at most 134217728"),
+    "min of one": (ATTENTION, "- topk <= 64", "- topk <= min(64)", 0, "calls min with 1 arguments, wanted two"),
+    "ceildiv of three":
+        (ATTENTION, "- topk <= 64", "- ceildiv(topk, 2, 3) <= 64", 0, "calls ceildiv with 3 arguments, wanted two"),
+    "more terms than an evaluation takes":
+        (ATTENTION, "- topk <= 64", f"- topk <= {'+'.join('1' * 300)}", 0, "too many terms: 400 at most, 32 deep"),
+    "longer than an expression is":
+        (ATTENTION, "- topk <= 64", f"- topk <= {'+'.join('1' * 1500)}", 0, "an expression of 3007 characters, wanted"),
+    "deeper than an evaluation goes":
+        (ATTENTION, "- topk <= 64", f"- topk <= {'-' * 200}64", 0, "too many terms"),
+    "parentheses that a parser does not take":
+        (ATTENTION, "- topk <= 64", f"- topk <= {'(' * 400}64{')' * 400}", 0, "is not an expression"),
+    "anchor": (ATTENTION, "precisions: [bf16]", "precisions: &all [bf16]", 0, "specs have no anchors"),
+    "circle of aliases": (ATTENTION, "precisions: [bf16]", "precisions: &a [*a]", 0, "specs have no anchors"),
+    "lists in lists": (ATTENTION, "topk: 16}", f"topk: {'[' * 500}{']' * 500}}}", 0, "lie more than 24 deep"),
+    "tag of a scalar": (ATTENTION, "topk: 16}", "topk: !!python/object/apply:os.system ls}", 0, "write a plain"),
+    "tag of a list":
+        (ATTENTION, "precisions: [bf16]", "precisions: !!python/tuple [bf16]", 0, "has the tag .*; specs have none"),
+    "tag of a mapping":
+        (ATTENTION, "  bf16: {out", "  bf16: !!python/object:os.x {out", 0, "has the tag .*; specs have none"),
     "name of another group": (PRECISIONS, "  q8k8:", "  nvfp4:", 0, "'nvfp4' has the name of a group that it does not"),
 }
 # fmt: on
@@ -209,6 +254,50 @@ def test_missing_file(specs: Path) -> None:
     (specs / PRECISIONS).unlink()
     with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: cannot be read"):
         load(specs)
+
+
+def test_links_in_a_circle(specs: Path) -> None:
+    (specs / PRECISIONS).unlink()
+    (specs / PRECISIONS).symlink_to(specs / PRECISIONS)
+    with pytest.raises(SpecError, match=r"^\S*specs/precisions.yaml:1: cannot be read: Too many levels of symbolic"):
+        load(specs)
+
+
+def test_a_file_beyond_measure(specs: Path) -> None:
+    (specs / PRECISIONS).write_text("#" * (1 << 20) + "\nformats: {}\n")
+    with pytest.raises(SpecError, match=r"^specs/precisions.yaml:1: the file has \d+ characters, wanted at most"):
+        load(specs)
+
+
+@pytest.mark.parametrize(
+    ("roofline", "sentence"),
+    [
+        ("1e308 * 10", "'1e308 \\* 10' is too large for a number"),
+        ("total_q / (topk - topk)", "divides by zero"),
+    ],
+)
+def test_a_roofline_without_a_value(roofline: str, sentence: str, specs: Path) -> None:
+    path = specs / TOPK
+    text = path.read_text()
+    at = text.index("  flops: ")
+    path.write_text(text[:at] + f"  flops: {roofline}\n" + text[text.index("\n", at) + 1 :])
+    with pytest.raises(SpecError, match=rf"^specs/{TOPK}:\d+: workload \w+: .*{sentence}"):
+        load(specs)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"), [("384.7", "is 384.7, wanted a whole number"), ("-128", "is -128, wanted")]
+)
+def test_threads_are_whole_numbers(value: str, sentence: str, specs: Path) -> None:
+    from msa_tiles.codegen.plan import plans
+
+    path = specs / "operators/combine.yaml"
+    text = path.read_text()
+    threads = re.search(r"threads: .*", text)
+    assert threads
+    path.write_text(text.replace(threads[0], f"threads: '{value}'"))
+    with pytest.raises(SpecError, match=rf"^specs/operators/combine.yaml:\d+: combine\.\S+: .*{sentence}"):
+        plans(load(specs))
 
 
 def test_missing_directory(tmp_path: Path) -> None:

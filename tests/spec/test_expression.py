@@ -42,7 +42,6 @@ def test_value(source: str, value: float) -> None:
         "lambda: 1",
         "[1]",
         "pow(rows, 2)",
-        "min()",
         "min(a=1)",
         "min(*rows)",
         "(rows := 3)",
@@ -84,3 +83,22 @@ def test_agrees_with_python(a: int, b: int, c: int) -> None:
     source = "(a + b) * c - a // c + b % c if a < b else ceildiv(a, c)"
     expected = (a + b) * c - a // c + b % c if a < b else -(-a // c)
     assert Expression(source)({"a": a, "b": b, "c": c}) == expected
+
+
+@pytest.mark.parametrize("source", ["min()", "min(rows)", "max(1)", "ceildiv(1)", "ceildiv(1, 2, 3)"])
+def test_functions_take_what_they_can_compute(source: str) -> None:
+    with pytest.raises(ExpressionError, match=r"calls \w+ with \d arguments, wanted two"):
+        Expression(source)
+
+
+@pytest.mark.parametrize("source", ["1e308 * 10", "1e308 * 10 - 1e308 * 10", "9" * 400 + " / 3", "max(1e308 * 10, 1)"])
+def test_what_no_number_holds_is_said(source: str) -> None:
+    with pytest.raises(ExpressionError, match="is too large for a number"):
+        Expression(source)({})
+
+
+def test_whole_numbers() -> None:
+    assert Expression("rows * 3 / 2").whole({"rows": 4}) == 6
+    for rows in (3, -2):
+        with pytest.raises(ExpressionError, match="wanted a whole number that is not negative"):
+            Expression("rows * 3 / 2").whole({"rows": rows})
