@@ -19,6 +19,15 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("build", help="compile kernels into the cache, without a GPU", description=__doc__)
     add_filters(parser)
     parser.add_argument(
+        "--for",
+        dest="calls",
+        action="append",
+        default=[],
+        metavar="CALL",
+        help="only what a call needs, such as msa_decode or sparse_attention,group=8,pages_per_block=1 (repeatable) on "
+        "--target or the GPU here",
+    )
+    parser.add_argument(
         "--audit",
         action="store_true",
         help="inspect the machine code against plan and target, and record which cells passed",
@@ -38,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         console.complain(f"msa-tiles build: --jobs is {args.jobs}, wanted at least 1")
         return 2
     registry = default_registry()
+    if args.calls:
+        return _build_for(args, registry)
     cells = registry.select(**filters_of(args))
     if not cells:
         console.complain(f"msa-tiles build: no cell matches {filter_text(filters_of(args)) or 'an empty index'}")
@@ -62,6 +73,36 @@ def run(args: argparse.Namespace) -> int:
     console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
     if args.audit:
         _record(installed, failed, registry)
+    return 1 if bad else 0
+
+
+def _build_for(args: argparse.Namespace, registry: Registry) -> int:
+    """Compile what calls need, of the kernels that would run."""
+    import torch
+
+    from msa_tiles.runtime.build import build
+    from msa_tiles.runtime.cache import Cache
+    from msa_tiles.runtime.facts import device_facts
+    from msa_tiles.runtime.parts import jobs_for
+
+    if args.audit or args.op or args.precision:
+        console.complain("msa-tiles build: --for names operators and precisions itself, and audits nothing")
+        return 2
+    target = args.target
+    if target is None and torch.cuda.is_available():
+        target = device_facts(torch.device("cuda"), registry.targets.values()).target
+    if target not in registry.targets:
+        console.complain(f"msa-tiles build: --for needs --target, one of {', '.join(registry.targets)}")
+        return 2
+    wanted = {str(job): job for call in args.calls for job in jobs_for(call, registry, target)}
+    jobs = [job for job in wanted.values() if args.dsl in (None, job.cell.dsl)]
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache))
+    bad = 0
+    for outcome, _ in zip(outcomes, console.progress(len(jobs), "compiling"), strict=True):
+        if not outcome.good:
+            bad += 1
+            console.complain(f"{outcome.job}: {outcome.complaints[0]}")
+    console.say(f"{len(jobs) - bad} of {len(jobs)} kernels are compiled for {target}: {', '.join(args.calls)}")
     return 1 if bad else 0
 
 

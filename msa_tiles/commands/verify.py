@@ -16,7 +16,9 @@ from msa_tiles.commands._options import add_filters, filters_of, without_missing
 from msa_tiles.commands.support import is_generated
 
 if TYPE_CHECKING:
+    from msa_tiles.runtime.build import Job
     from msa_tiles.runtime.registry import Cell, Registry
+    from msa_tiles.verify.cases import Case
 
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles import paths
     from msa_tiles.runtime import evidence
-    from msa_tiles.runtime.build import Job, build, ci_jobs
+    from msa_tiles.runtime.build import build
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
     from msa_tiles.spec import load
@@ -84,12 +86,10 @@ def run(args: argparse.Namespace) -> int:
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")
-    # Compiled side by side first: the GPU would wait for each kernel otherwise.
     if args.smallest:
         grid = [(cell, smallest(found)) for cell, found in grid]
-        jobs = [Job(cell, dict(case.point)) for cell, found in grid for case in found]
-    else:
-        jobs = ci_jobs(_launched(chosen, registry))
+    # Compiled side by side first: the GPU would wait for each kernel otherwise.
+    jobs = launched(grid, registry)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
@@ -145,14 +145,23 @@ def _sanitized(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _launched(chosen: Iterable[Cell], registry: Registry) -> list[Cell]:
-    """The cells that may run: helpers of other operators too, of another DSL where the chosen ones lack them."""
-    wanted = {(cell.target, cell.dsl) for cell in chosen}
-    served = {(cell.op, cell.target, cell.precision) for cell in registry.cells if (cell.target, cell.dsl) in wanted}
-    targets = {target for target, _ in wanted}
-    return [
-        cell
-        for cell in registry.cells
-        if cell.target in targets
-        and ((cell.target, cell.dsl) in wanted or (cell.op, cell.target, cell.precision) not in served)
-    ]
+def launched(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> list[Job]:
+    """The kernels that these cases launch: their own, and those of other operators that their calls launch besides.
+
+    What is forgotten here is compiled when a case comes to it.
+    """
+    from msa_tiles.runtime.build import Job
+    from msa_tiles.runtime.parts import parts_of, variants_at
+
+    jobs: dict[str, Job] = {}
+    for cell, found in grid:
+        points = list({tuple(case.point.items()): case.point for case in found}.values())
+        wanted = [Job(cell, dict(point)) for point in points]
+        for op in parts_of(cell.op)[1:]:
+            others = registry.select(op, target=cell.target)
+            # Of another DSL where the cell's own has none.
+            for other in [other for other in others if other.dsl == cell.dsl] or others:
+                if registry.precisions[cell.precision].agrees(registry.precisions[other.precision], other.reads):
+                    wanted += [Job(other, variant) for point in points for variant in variants_at(other, point)]
+        jobs |= {str(job): job for job in wanted}
+    return list(jobs.values())

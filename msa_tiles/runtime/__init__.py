@@ -5,6 +5,7 @@ from msa_tiles.runtime.dispatch import NoKernelError, find_kernel, serves, use_p
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.packs import PackError
+from msa_tiles.runtime.parts import warm
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.runtime.toolchain import ToolchainError
 
@@ -22,4 +23,5 @@ __all__ = [
     "find_kernel",
     "serves",
     "use_pack",
+    "warm",
 ]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import multiprocessing
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from msa_tiles.errors import ToolError
 from msa_tiles.runtime import audit, toolchain
 from msa_tiles.runtime.cache import Cache, Entry
-from msa_tiles.runtime.compiler import CompileError, compile_variant, find_compiled, variant_text
+from msa_tiles.runtime.compiler import find_compiled, variant_text
 from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.runtime.workers import Done, Task, Workers, perform
 
 
 @dataclass(frozen=True)
@@ -56,28 +55,22 @@ def build(
 ) -> Iterator[Outcome]:
     """Compile jobs, audit them, and yield each outcome as it comes.
 
-    With more than one worker the jobs run in processes of their own, started afresh: the compiler is safe neither to
-    fork nor to share between threads.
+    With more than one worker the jobs run in processes of their own; one that dies takes its job with it and no other.
     """
     jobs, cache = list(jobs), cache or Cache()
-    if workers <= 1 or len(jobs) <= 1:
-        for job in jobs:
-            result = _compile(job.cell, job.variant, targets[job.cell.target].arch, audited, cache)
-            yield _outcome(job, targets[job.cell.target], audited, result)
+    tasks = [(Task(job.cell, job.variant, targets[job.cell.target].arch, cache.root, audited), job) for job in jobs]
+    if workers <= 1 and sys.flags.optimize < 2:  # without docstrings TileLang cannot even be imported
+        for task, job in tasks:
+            yield _outcome(job, targets[job.cell.target], audited, lambda task=task: perform(task))  # type: ignore[misc]
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
-        running = {
-            pool.submit(_compile, job.cell, job.variant, targets[job.cell.target].arch, audited, cache): job
-            for job in jobs
-        }
+    pool = Workers(max(workers, 1))
+    try:
+        running = {pool.submit(task): job for task, job in tasks}
         for future in concurrent.futures.as_completed(running):
-            try:
-                result = future.result()
-            except BrokenProcessPool:
-                result = "not compiled: a compiler process died"
             job = running[future]
-            yield _outcome(job, targets[job.cell.target], audited, result)
+            yield _outcome(job, targets[job.cell.target], audited, future.result)
+    finally:
+        pool.close()
 
 
 def audit_compiled(job: Job, target: Target, cache: Cache | None = None) -> tuple[str, ...]:
@@ -93,25 +86,9 @@ def _audit(job: Job, target: Target, entry: Entry) -> tuple[str, ...]:
         return (str(error),)
 
 
-def _compile(
-    cell: Cell, variant: Mapping[str, int], arch: str, audited: bool, cache: Cache
-) -> tuple[Entry, float] | str:
-    """The entry and seconds, or why nothing came out: not every exception survives the way between processes."""
+def _outcome(job: Job, target: Target, audited: bool, done: Callable[[], Done]) -> Outcome:
     try:
-        start = time.perf_counter()
-        entry = compile_variant(cell, variant, arch, cache)
-        seconds = time.perf_counter() - start
-    except (CompileError, toolchain.ToolchainError, OSError) as error:
-        return f"not compiled: {error}"
-    if audited:
-        # Measured here, so that the disassemblers run side by side too; who reads the verdict hears of their absence.
-        with contextlib.suppress(toolchain.ToolchainError):
-            audit.measured(entry)
-    return entry, seconds
-
-
-def _outcome(job: Job, target: Target, audited: bool, result: tuple[Entry, float] | str) -> Outcome:
-    if isinstance(result, str):
-        return Outcome(job, None, 0.0, (result,))
-    entry, seconds = result
+        entry, seconds, _ = done()
+    except (ToolError, OSError) as error:
+        return Outcome(job, None, 0.0, (f"not compiled: {error}",))
     return Outcome(job, entry, seconds, _audit(job, target, entry) if audited else ())

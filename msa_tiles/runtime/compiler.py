@@ -61,6 +61,13 @@ def compile_count() -> int:
     return _compiled
 
 
+def count(compiled: int) -> None:
+    """Count kernels that are compiled in this process, or by a worker for it."""
+    global _compiled
+    with _state:
+        _compiled += compiled
+
+
 def cache_key(cell: Cell, variant: Mapping[str, int], arch: str) -> str:
     """What an entry depends on, except the compiler: see `Cache.load` for why that stands beside the key.
 
@@ -109,6 +116,7 @@ def compile_variant(cell: Cell, variant: Mapping[str, int], arch: str, cache: Ca
             return entry
         with cache.stage(cell.id) as staged:
             start = time.perf_counter()
+            count(1)
             try:
                 meta = _COMPILERS[cell.dsl](cell, variant, arch, staged)
             except CompileError as error:
@@ -135,7 +143,6 @@ def _tilelang(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -
 
 
 def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
-    global _compiled
     import tilelang
     from tilelang import tvm
 
@@ -143,7 +150,6 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
     cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
     configs = dict(PASS_CONFIGS if cell.pass_configs is None else cell.pass_configs)
     with _captured_cubins() as cubins:
-        _compiled += 1
         try:
             kernel = cell.function(**variant)
             with tvm.transform.PassContext(opt_level=3, config=configs), cuda:
@@ -166,13 +172,11 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
 
     Undefined in the library are the functions of TVM-FFI and of CuTe DSL's runtime, which `launch` makes visible.
     """
-    global _compiled
     from cutlass import cute
 
     where = f"{cell.id} {variant_text(variant)}"
     name = "_".join([cell.op, *map(str, variant.values())])  # the library's only symbol, so that no two are alike
     with _state, _cutedsl_arch(arch), tempfile.TemporaryDirectory() as scratch:
-        _compiled += 1
         options = f"{_CUTEDSL_OPTIONS} --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}"
         try:
             entry, arguments = cell.function(**variant)

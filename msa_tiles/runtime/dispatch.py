@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msa_tiles.runtime import packs, toolchain, tuned
-from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.packs import Pack, Packed
+from msa_tiles.runtime.pending import obtain
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.spec.model import DSLS
 
@@ -157,10 +157,11 @@ _kernels: dict[tuple, Kernel] = {}
 def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> Kernel:
     """The kernel that serves a call, compiled on first use and kept for the life of the process.
 
+    A kernel that has to be compiled is so in a process of its own from now on, and its first launch waits for it.
     A `helper` is a kernel that another operator's call launches on its way: `backend` is a preference there.
 
-    Raises NoKernelError when no cell serves the call, CompileError or ToolchainError when the chosen one cannot be
-    compiled here.
+    Raises NoKernelError when no cell serves the call, ToolchainError when there is nothing to compile the chosen one
+    with. Its first launch raises CompileError when it does not compile.
     """
     key = _key(op, facts, backend, helper)
     kernel = _kernels.get(key)
@@ -192,7 +193,7 @@ def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant
-    entry = decision.chosen.packed or compile_variant(cell, variant, registry.targets[cell.target].arch)
+    entry = decision.chosen.packed or obtain(cell, variant, registry.targets[cell.target].arch)
     return Kernel(cell, variant, entry, facts.device)
 
 

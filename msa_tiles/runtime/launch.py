@@ -21,6 +21,7 @@ import torch
 from msa_tiles.runtime import packed, toolchain
 from msa_tiles.runtime.cache import VARIABLE, Entry
 from msa_tiles.runtime.packs import Packed
+from msa_tiles.runtime.pending import Pending
 from msa_tiles.runtime.registry import Cell
 
 
@@ -29,12 +30,14 @@ class Kernel:
 
     __slots__ = ("_function", "_index", "cell", "entry", "variant")
 
-    def __init__(self, cell: Cell, variant: Mapping[str, int], entry: Entry | Packed, device: torch.device) -> None:
+    def __init__(
+        self, cell: Cell, variant: Mapping[str, int], entry: Entry | Packed | Pending, device: torch.device
+    ) -> None:
         self.cell = cell
         self.variant = variant
         self.entry = entry
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._function = load_function(entry)
+        self._function = self._first_launch if isinstance(entry, Pending) else load_function(entry)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of the kernel's device, without synchronising."""
@@ -43,6 +46,14 @@ class Kernel:
         else:
             with torch.cuda.device(self._index):
                 self._function(*args)
+
+    def _first_launch(self, *args: Any) -> None:
+        """Launch what was still being compiled when it was found."""
+        entry = self.entry
+        if isinstance(entry, Pending):  # threads may come here at the same time
+            self.entry = entry = entry.wait()
+        self._function = load_function(entry)
+        self._function(*args)
 
     def __repr__(self) -> str:
         return f"Kernel({self.cell.id}, {dict(self.variant)}, cuda:{self._index})"

@@ -94,7 +94,7 @@ def test_a_helper_is_of_another_dsl_where_the_one_named_has_none(
     cells = (cell, cutedsl) if has_both else (cell,)
     monkeypatch.setattr(dispatch, "default_registry", lambda: dataclasses.replace(registry, cells=cells))
     monkeypatch.setattr(dispatch, "device_facts", lambda *_: H100)
-    monkeypatch.setattr(dispatch, "compile_variant", lambda *_: None)
+    monkeypatch.setattr(dispatch, "obtain", lambda *_: None)
     monkeypatch.setattr(dispatch, "Kernel", lambda chosen, *_: chosen)
     monkeypatch.setattr(dispatch, "_kernels", {})
     assert find_kernel("scale_rows", call(), "cutedsl", helper=True) is cells[-1]
@@ -113,7 +113,7 @@ def test_whether_a_call_is_served_is_known_without_compiling(
     asked: list[str] = []
     monkeypatch.setattr(dispatch, "default_registry", lambda: asked.append("") or registry)
     monkeypatch.setattr(dispatch, "device_facts", lambda *_: H100)
-    monkeypatch.setattr(dispatch, "compile_variant", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(dispatch, "obtain", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(dispatch, "_served", {})
     assert serves("scale_rows", call())
     assert serves("scale_rows", call())

@@ -1,0 +1,129 @@
+"""Which kernels a call launches, and those that an application needs before its first call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from msa_tiles.runtime import tuned
+from msa_tiles.runtime.build import Job, build
+from msa_tiles.runtime.compiler import CompileError
+from msa_tiles.runtime.dispatch import Candidate, decide
+from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
+from msa_tiles.runtime.registry import Cell, Registry, default_registry
+from msa_tiles.runtime.workers import most_workers
+from msa_tiles.spec.model import DSLS
+
+_SCHEDULED = ("build_schedule", "combine", "shared_attention", "sparse_attention", "split_selection")
+# Compile-time dims that a call does not name: they follow from its lengths, or from its other dims.
+FOLLOWING = ("max_blocks", "prefix", "scored_blocks", "tile_tokens")
+# Operators whose kernels a call launches, besides or in place of its own.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "sparse_attention": _SCHEDULED,
+    "shared_attention": _SCHEDULED,
+    "sparse_decode": ("combine",),
+    "sparse_attention_backward": ("build_schedule", "gradient_rows", "merge_gradients"),
+    "index_kl": ("build_schedule", "index_lse", "index_gradients"),
+    "msa_decode": ("decode_score", "decode_topk", "sparse_decode", "combine"),
+    "msa_attention": (
+        *("select_blocks", *_SCHEDULED, "sparse_attention_backward", "gradient_rows", "merge_gradients"),
+        *("index_kl", "index_lse", "index_gradients"),
+    ),
+}
+
+
+def parts_of(op: str) -> tuple[str, ...]:
+    """The operators whose kernels a call of `op` may launch, its own first where it has some."""
+    return tuple(dict.fromkeys((op, *PARTS.get(op, ()))))
+
+
+def variants_at(cell: Cell, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The variants of a cell that serve these dims, with every value of its other dims; none where they serve none."""
+    choices = []
+    for name, values in cell.variants.items():
+        if name not in fixed:
+            choices.append(values)
+        elif name in cell.capacity:
+            choices.append(tuple(sorted(value for value in values if value >= fixed[name])[:1]))
+        else:
+            choices.append(tuple(value for value in values if value == fixed[name]))
+    for point in itertools.product(*choices):
+        yield dict(zip(cell.variants, point, strict=True))
+
+
+def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
+    """The kernels that a call may launch on a target and no pack has, of the DSLs that are installed.
+
+    `sparse_attention,precision=q16kv8,group=8,pages_per_block=1`: an operator, or `msa_decode` or `msa_attention`; its
+    precision (bf16), or `any`; dims that differ from those of the M3 shape. Of those that follow from a call's lengths
+    or from other dims every value is taken.
+
+    Raises ValueError for a call that no kernel serves.
+    """
+    op, *settings = (word.strip() for word in call.split(","))
+    given: dict[str, int] = {}
+    precision = "bf16"
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if name == "precision" and value:
+            precision = value
+        elif equals and value.isdigit():
+            given[name] = int(value)
+        else:
+            raise ValueError(f"--for {call}: {setting!r} is not NAME=NUMBER or precision=NAME")
+    cells = [cell for part in parts_of(op) for cell in registry.select(part, target=target)]
+    if not cells:
+        known = ", ".join(sorted({*PARTS, *(cell.op for cell in registry.cells)}))
+        raise ValueError(f"--for {call}: {op!r} has no kernels for {target}; known: {known}")
+    dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
+    if unknown := sorted(given.keys() - dims.keys()):
+        raise ValueError(f"--for {call}: no kernel of {op} has a compile-time dim {unknown[0]}")
+    fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
+    jobs: dict[str, Job] = {}
+    served: set[str] = set()
+    for cell in cells:
+        # Parts that read nothing quantised have one precision for all.
+        if precision in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
+            found = list(_serving(cell, fixed, registry))
+            served |= {candidate.cell.op for candidate in found}
+            some = (Job(each.cell, each.variant) for each in found if each.packed is None)
+            jobs |= {str(job): job for job in some}
+    if (op if registry.of(op) else PARTS[op][0]) not in served:
+        raise ValueError(f"--for {call}: no kernel serves it on {target}")
+    return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
+
+
+def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry) -> Iterator[Candidate]:
+    """The kernels that run for calls of a cell's operator and precision, at whatever number of queries."""
+    device = target_facts(registry.targets[cell.target])
+    figures = (figure for figure in tuned.figures_of(registry.directory) if figure.op == cell.op)
+    sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
+    for variant in variants_at(cell, fixed):
+        features = frozenset({"paged"} if variant.get("pages_per_block") else ())
+        for size in sizes:
+            facts = CallFacts(cell.op, torch.device("cuda"), cell.precision, variant, features, size=size)
+            chosen = decide(facts, device, registry).chosen
+            if chosen is not None:
+                yield chosen
+
+
+def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int:
+    """Compile what calls need into the cache, side by side, and return how many kernels that are.
+
+    Calls are written as for `jobs_for`; the target is that of the current GPU where none is named.
+
+    Raises ValueError for a call that no kernel serves, CompileError when one does not compile.
+    """
+    registry = default_registry()
+    if target is None:
+        target = device_facts(torch.device("cuda"), registry.targets.values()).target
+    if target is None or target not in registry.targets:
+        raise ValueError(f"target is {target!r}, wanted one of {', '.join(registry.targets)}")
+    wanted = {str(job): job for call in calls for job in jobs_for(call, registry, target)}
+    outcomes = build(wanted.values(), registry.targets, workers=jobs or most_workers(), audited=False)
+    failed = [f"{outcome.job}: {outcome.complaints[0]}" for outcome in outcomes if not outcome.good]
+    if failed:
+        raise CompileError("; ".join(failed))
+    return len(wanted)
