@@ -1,7 +1,7 @@
 """Reads what a kernel file says of its thread block, its function `cta`, without the DSL that the file imports.
 
 Of a file count its constants and the functions marked with `declares`; of what these name among its imports, the
-table's vocabulary (msa_tiles.dsl.cutedsl.table), and helpers and operands, which are read likewise.
+table's vocabulary (msa_tiles.dsl.table), and helpers and operands, which are read likewise.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msa_tiles.dsl.cutedsl import table as _vocabulary
-from msa_tiles.dsl.cutedsl.table import Table, TableError, describe
+from msa_tiles.dsl import table as _vocabulary
+from msa_tiles.dsl.table import Table, TableError, describe
 from msa_tiles.sources import OPERANDS, PACKAGE, module_file
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "table_of"]

@@ -93,7 +93,7 @@ def test_the_header_states_the_contract(toy: Toy) -> None:
 
 OPERAND = """'''An operand.'''
 
-from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane
 
 TENSORS = ("", "_scale")
 
@@ -103,7 +103,7 @@ def parts(name, width):
     return Parts((), (buffer(f"{name}_tiles", "int32", width=width),))
 """
 PARTS = """from msa_tiles.dsl.tilelang.operands import other as key_value  # <- operands.key_value
-from msa_tiles.dsl.cutedsl.table import Role, Table, declares
+from msa_tiles.dsl.table import Role, Table, declares
 
 
 @declares

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from msa_tiles.dsl.cutedsl.operands import e4m3
-from msa_tiles.dsl.cutedsl.table import declares
+from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale")
 Stored, Held = e4m3.Stored, e4m3.Held

@@ -17,7 +17,7 @@ import pytest
 from warpgroups import POISON, Blocks, Boxes, Chip, Fragment, Memory, Multiplications, Operand, Pair, Pairs, Writing
 from warps import Array, Deadlock, Pointer, changed, load, motions, tables
 
-from msa_tiles.dsl.cutedsl.table import Table, lane, warps
+from msa_tiles.dsl.table import Table, lane, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 

@@ -18,8 +18,8 @@ import pytest
 from warpgroups import Chip
 from warps import Array, Deadlock, Pointer, load
 
-from msa_tiles.dsl.cutedsl import table as vocabulary
-from msa_tiles.dsl.cutedsl.table import Pipeline, Table, TableError, lane, threads, warps
+from msa_tiles.dsl import table as vocabulary
+from msa_tiles.dsl.table import Pipeline, Table, TableError, lane, threads, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 from msa_tiles.tables import table_of

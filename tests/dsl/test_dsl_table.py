@@ -1,4 +1,4 @@
-"""The tables of thread blocks (msa_tiles.dsl.cutedsl.table), and reading them from a kernel's text without its DSL."""
+"""The tables of thread blocks (msa_tiles.dsl.table), and reading them from a kernel's text without its DSL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from msa_tiles.dsl.cutedsl.table import (
+from msa_tiles.dsl.table import (
     Arrival,
     Buffer,
     Columns,
@@ -132,7 +132,7 @@ KERNEL = '''"""A kernel."""
 
 import a_dsl_that_is_not_there
 from msa_tiles.dsl.cutedsl.operands import small as key_value
-from msa_tiles.dsl.cutedsl.table import Role, Table, declares
+from msa_tiles.dsl.table import Role, Table, declares
 
 STAGES = 2
 ELEMENT = a_dsl_that_is_not_there.Element
@@ -151,7 +151,7 @@ def kernel():
 OPERAND = '''"""An operand."""
 
 import a_dsl_that_is_not_there
-from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane
 
 WARPS = 3
 
@@ -187,7 +187,7 @@ def test_a_table_is_read_without_the_dsl(package: Path) -> None:
 HELPER = '''"""A helper."""
 
 import a_dsl_that_is_not_there
-from msa_tiles.dsl.cutedsl.table import WARP, Role, declares
+from msa_tiles.dsl.table import WARP, Role, declares
 
 WARPS = 2
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from warps import Arch, Array, Deadlock, Machine, Pointer, changed, load, motions, tables
 
-from msa_tiles.dsl.cutedsl.table import Table, lane, warps
+from msa_tiles.dsl.table import Table, lane, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from msa_tiles.dsl import table as vocabulary
 from msa_tiles.dsl import words
-from msa_tiles.dsl.cutedsl import table as vocabulary
-from msa_tiles.dsl.cutedsl.table import Table
+from msa_tiles.dsl.table import Table
 from msa_tiles.sources import PACKAGE
 
 CHANGES = 0.02  # how often what was chosen gets another priority

@@ -67,7 +67,7 @@ def test_a_broken_promise_is_a_complaint(  # type: ignore[no-untyped-def]
 
 TABLE = """
 
-from msa_tiles.dsl.cutedsl.table import Pipeline, Role, Table, buffer, declares, lane
+from msa_tiles.dsl.table import Pipeline, Role, Table, buffer, declares, lane
 
 
 @declares

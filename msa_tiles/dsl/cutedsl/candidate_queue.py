@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from msa_tiles.dsl.cutedsl import topk as top
-from msa_tiles.dsl.cutedsl.table import WARP, buffer, declares
+from msa_tiles.dsl.table import WARP, buffer, declares
 
 WAITING = 8  # candidates that a lane's queue holds
 INFINITY = top.INFINITY_BITS  # the key of an infinite score

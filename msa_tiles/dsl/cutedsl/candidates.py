@@ -16,7 +16,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from msa_tiles.dsl.cutedsl.table import declares
 from msa_tiles.dsl.cutedsl.topk import EMPTY, INFINITY_BITS, LOCAL_KEY, forced_key, order_key, pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.cutedsl.warp import (
@@ -31,6 +30,7 @@ from msa_tiles.dsl.cutedsl.warp import (
     sort_descending,
     transpose,
 )
+from msa_tiles.dsl.table import declares
 
 COLUMNS = 32  # of a chunk on one lane
 CHUNK = WARP * COLUMNS

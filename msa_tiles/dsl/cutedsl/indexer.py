@@ -19,8 +19,8 @@ from msa_tiles.dsl.cutedsl import scores, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, Role, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_tile_at_most, last_visible, tile_limits
+from msa_tiles.dsl.table import Parts, Pipeline, Role, buffer, declares, lane
 
 ROWS = 64  # of a consumer warpgroup: what one wgmma takes
 GROUP = 128  # threads of a warpgroup

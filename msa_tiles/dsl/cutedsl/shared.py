@@ -1,4 +1,4 @@
-"""Shared memory and barriers as a table (msa_tiles.dsl.cutedsl.table) says."""
+"""Shared memory and barriers as a table (msa_tiles.dsl.table) says."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.table import TableError
+from msa_tiles.dsl.table import TableError
 
 
 def make_buffers(table, memory: SmemAllocator, layouts: dict) -> dict:

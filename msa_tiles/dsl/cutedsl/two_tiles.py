@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from msa_tiles.dsl.cutedsl import maxima
 from msa_tiles.dsl.cutedsl.indexer import ROWS, WARPS, Indexer
 from msa_tiles.dsl.cutedsl.pipeline import following
-from msa_tiles.dsl.cutedsl.table import buffer, declares
+from msa_tiles.dsl.table import buffer, declares
 
 GROUP_ROWS = 2 * ROWS  # rows of a consumer warpgroup
 

@@ -29,8 +29,8 @@ from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive
 from msa_tiles.dsl.cutedsl.row_scales import copy_scales
 from msa_tiles.dsl.cutedsl.scores import pick_float
-from msa_tiles.dsl.cutedsl.table import WARP, Parts, Pipeline, buffer, declares, lane, threads, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, Parts, Pipeline, buffer, declares, lane, threads, warps
 
 TENSORS = ("", "_scale")
 CHUNK = 16  # bytes, that is values, of a row of ldmatrix

@@ -10,7 +10,7 @@ from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.operands import index_plain
 from msa_tiles.dsl.cutedsl.operands.index_plain import Held, Stored
 from msa_tiles.dsl.cutedsl.row_scales import copy_scales
-from msa_tiles.dsl.cutedsl.table import Parts, buffer, declares, threads
+from msa_tiles.dsl.table import Parts, buffer, declares, threads
 
 TENSORS = ("", "_scale")
 

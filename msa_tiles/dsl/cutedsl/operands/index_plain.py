@@ -10,8 +10,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane
 
 TENSORS = ("",)
 

@@ -13,8 +13,8 @@ from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive
-from msa_tiles.dsl.cutedsl.table import Parts, Pipeline, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane, warps
 
 TENSORS = ("",)
 

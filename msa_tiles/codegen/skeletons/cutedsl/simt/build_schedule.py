@@ -20,9 +20,9 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.scan import inclusive_sum
 from msa_tiles.dsl.cutedsl.shared import by_rows, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_tile_at_most, last_visible
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.words import edge_of, extent_of
 
 WARPS = 16  # <- tile.warps

@@ -15,8 +15,8 @@ from cutlass.memory import SmemAllocator
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.shared import make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import EMPTY, pick
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 
 WARPS = 8  # <- tile.warps
 SHORT, LIST = 16, 64  # list capacities: M3's, the largest

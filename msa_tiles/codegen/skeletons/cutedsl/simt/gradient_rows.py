@@ -11,8 +11,8 @@ from cutlass.cute.runtime import make_fake_stream
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
+from msa_tiles.dsl.table import WARP, Role, Table, declares
 
 ELEMENT = "bfloat16"  # <- precision.output
 ROWS = 16  # <- tile.rows

@@ -16,9 +16,9 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.shared import by_rows, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.varlen import last_tile_at_most
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.words import valid_rows_of
 
 ROWS = 16  # <- tile.rows

@@ -17,9 +17,9 @@ from cutlass.cute.runtime import make_fake_stream
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
 from msa_tiles.dsl.cutedsl.warp import ballot, first_bit
+from msa_tiles.dsl.table import WARP, Role, Table, declares
 from msa_tiles.dsl.words import valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.output

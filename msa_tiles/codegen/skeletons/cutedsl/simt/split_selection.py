@@ -25,10 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.shared import make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.cutedsl.warp import ballot, bits_below, count_bits, first_bit
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
 WARPS = 4  # <- tile.warps

@@ -16,7 +16,7 @@ from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.shared import make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 
 WARPS = 8  # <- tile.warps
 ROWS = 8  # <- tile.rows

@@ -16,9 +16,9 @@ from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import queries_of
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import following
-from msa_tiles.dsl.cutedsl.table import Columns, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, TensorIndexer, fence_after_sync
 from msa_tiles.dsl.cutedsl.varlen import last_visible
+from msa_tiles.dsl.table import Columns, Pipeline, Role, Table, buffer, declares, lane, warps
 
 STAGES = 3  # <- tile.stages
 ACCUMULATORS = 2  # <- tile.accumulators

@@ -26,10 +26,10 @@ from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.row_softmax import exponentials, hide, scaled
 from msa_tiles.dsl.cutedsl.shared import barriers_of, by_rows, make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Columns, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS, ROWS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
+from msa_tiles.dsl.table import WARP, Columns, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply

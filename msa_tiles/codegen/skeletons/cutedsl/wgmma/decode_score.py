@@ -24,12 +24,12 @@ from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Role, Table, buffer, declares, warps
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
 from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares, warps
 
 STAGES = 3  # <- tile.stages
 WARPS = 4  # of the consumer warpgroup

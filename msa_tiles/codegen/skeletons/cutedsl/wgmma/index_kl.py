@@ -29,8 +29,8 @@ from msa_tiles.dsl.cutedsl.kl.consumers import Consumers
 from msa_tiles.dsl.cutedsl.kl.layout import PREPARERS, WARPS
 from msa_tiles.dsl.cutedsl.kl.producers import Producers
 from msa_tiles.dsl.cutedsl.kl.results import Results
-from msa_tiles.dsl.cutedsl.table import Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import Pipeline, Role, Table, buffer, declares, lane, warps
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages

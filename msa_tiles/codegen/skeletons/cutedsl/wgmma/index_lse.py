@@ -22,8 +22,8 @@ from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.scores import fold, pick_float
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, wide
+from msa_tiles.dsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply

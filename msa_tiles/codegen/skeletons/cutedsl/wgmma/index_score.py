@@ -16,7 +16,7 @@ from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, WARPS, Indexer, queries_o
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane, scaled
 from msa_tiles.dsl.cutedsl.shared import by_rows
-from msa_tiles.dsl.cutedsl.table import WARP, Table, buffer, declares, warps
+from msa_tiles.dsl.table import WARP, Table, buffer, declares, warps
 
 STAGES = 4  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers

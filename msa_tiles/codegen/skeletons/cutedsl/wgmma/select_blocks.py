@@ -16,8 +16,8 @@ from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import GROUP, ROWS, Indexer, queries_of, roles_of
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.scores import row_of_lane
-from msa_tiles.dsl.cutedsl.table import Table, declares, warps
 from msa_tiles.dsl.cutedsl.varlen import last_visible
+from msa_tiles.dsl.table import Table, declares, warps
 
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers

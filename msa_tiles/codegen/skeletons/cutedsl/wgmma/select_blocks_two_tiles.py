@@ -17,9 +17,9 @@ from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.indexer import WARPS, queries_of, roles_of
 from msa_tiles.dsl.cutedsl.maxima import place_of_lane
 from msa_tiles.dsl.cutedsl.operands import index_e4m3 as index_key  # <- operands.index_key
-from msa_tiles.dsl.cutedsl.table import Table, declares, warps
 from msa_tiles.dsl.cutedsl.two_tiles import GROUP_ROWS, TwoTileIndexer, query_scales_of
 from msa_tiles.dsl.cutedsl.varlen import last_visible
+from msa_tiles.dsl.table import Table, declares, warps
 
 STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers

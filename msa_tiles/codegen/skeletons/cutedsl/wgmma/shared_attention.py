@@ -34,10 +34,10 @@ from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.running import running_softmax
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.words import CUT, VALID_SHIFT
 
 OUTPUT = "bfloat16"  # <- precision.output

@@ -26,9 +26,9 @@ from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.cutedsl.warp import ballot
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane, warps
 from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 OUTPUT = "bfloat16"  # <- precision.output

@@ -27,11 +27,11 @@ from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key
 from msa_tiles.dsl.cutedsl.pipeline import following
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
 from msa_tiles.dsl.cutedsl.warp import ballot, first_bit, request_of
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, Pipeline, Role, Table, buffer, declares, lane
 
 OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 3  # <- tile.stages
