@@ -27,7 +27,7 @@ from msa_tiles.runtime import packs, toolchain
 from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.cache import Cache, Entry
 from msa_tiles.runtime.packs import FORMAT, MANIFEST, RUNTIME
-from msa_tiles.runtime.registry import Target
+from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.sources import helpers_of, texts_of
 
 MACHINE = "x86_64"
@@ -92,14 +92,18 @@ def make(
     staged = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         records, libraries = [], [_compile_runtime(staged / RUNTIME)]
+        cells: dict[str, dict[str, Any]] = {}
         for outcome in build(list(jobs), {target.name: target}, workers=workers, audited=False, cache=cache):
             if outcome.entry is None:
                 raise PackingError(f"{outcome.job}: {'; '.join(outcome.complaints)}")
+            cell = outcome.job.cell
+            if cell.id not in cells:
+                cells[cell.id] = {**_code_of(cell), "versions": outcome.entry.meta["versions"]}
             record, library = _pack(outcome.job, outcome.entry, staged)
             records.append(record)
             libraries.append(library)
             yield outcome.job
-        _write_manifest(staged, target, records, libraries)
+        _write_manifest(staged, target, cells, records, libraries)
         staged.chmod(0o755)
         if directory.exists():
             directory.rmdir()
@@ -119,6 +123,12 @@ def described(directory: Path) -> Made:
     return Made(directory, len(pack.records), pack.manifest["glibc"], f"{packs.TVM_FFI}>={low},<{high}", size)
 
 
+def _code_of(cell: Cell) -> dict[str, Any]:
+    """Which code the kernels of a cell are compiled from."""
+    helpers = helpers_of(cell.file.read_text(encoding="utf-8"))
+    return {"digest": cell.digest, "source": cell.source_hash(), "texts": texts_of(cell.file, helpers)}
+
+
 def _pack(job: Job, entry: Entry, staged: Path) -> tuple[dict[str, Any], Library]:
     cell = job.cell
     library = Library.read(entry.library)
@@ -130,13 +140,9 @@ def _pack(job: Job, entry: Entry, staged: Path) -> tuple[dict[str, Any], Library
         raise PackingError(f"{where} asks for the function {min(unknown)}, which packs do not have")
     record: dict[str, Any] = {
         "cell": cell.id,
-        "digest": cell.digest,
-        "source": cell.source_hash(),
-        "texts": texts_of(cell.file, helpers_of(cell.file.read_text(encoding="utf-8"))),
         "variant": dict(job.variant),
         "file": _file_name(job),
         "function": entry.meta["function"],
-        "versions": entry.meta["versions"],
     }
     if cell.dsl == "tilelang":
         names = set(re.findall(rb"(?<=\0)__tvm_\w+(?=\0)", library.image))
@@ -182,7 +188,13 @@ def _compile_runtime(path: Path) -> Library:
     return library
 
 
-def _write_manifest(staged: Path, target: Target, records: list[dict[str, Any]], libraries: list[Library]) -> None:
+def _write_manifest(
+    staged: Path,
+    target: Target,
+    cells: Mapping[str, Any],
+    records: list[dict[str, Any]],
+    libraries: list[Library],
+) -> None:
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(staged.glob("*.so"))}
     manifest: Mapping[str, Any] = {
         "format": FORMAT,
@@ -193,6 +205,7 @@ def _write_manifest(staged: Path, target: Target, records: list[dict[str, Any]],
         "glibc": "{}.{}".format(*max(GLIBC, *(library.libc() for library in libraries))),
         "tvm_ffi": list(TVM_FFI),
         "made_with": {"msa-tiles": _version("msa-tiles"), packs.TVM_FFI: _version(packs.TVM_FFI)},
+        "cells": cells,
         "kernels": sorted(records, key=lambda record: record["file"]),
         "sha256": hashes,
     }

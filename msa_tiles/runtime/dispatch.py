@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msa_tiles.runtime import packs, toolchain, tuned
+from msa_tiles.runtime.cache import Entry
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.packs import Pack, Packed
-from msa_tiles.runtime.pending import obtain
+from msa_tiles.runtime.pending import Pending, obtain
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.spec.model import DSLS
 
+_log = logging.getLogger(__name__)
 BACKENDS = ("auto", *DSLS, "reference")
 
 
@@ -193,7 +196,11 @@ def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     if decision.chosen is None:
         raise NoKernelError(decision.complaint())
     cell, variant = decision.chosen.cell, decision.chosen.variant
-    entry = decision.chosen.packed or obtain(cell, variant, registry.targets[cell.target].arch)
+    entry: Entry | Packed | Pending | None = decision.chosen.packed
+    if entry is None:
+        for sentence in packs.mismatches(cell, variant):
+            _log.warning("%s", sentence)
+        entry = obtain(cell, variant, registry.targets[cell.target].arch)
     return Kernel(cell, variant, entry, facts.device)
 
 

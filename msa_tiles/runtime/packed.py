@@ -7,6 +7,7 @@ names are its own, so the runtimes of the DSLs may be there too.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from typing import Any
 
@@ -61,7 +62,14 @@ def load(packed: Packed) -> Any:
         return open_kernel(ctypes.addressof(description))
 
 
+def _fresh() -> None:
+    """In a child of a fork, where nobody holds the lock that a thread of the parent may have held."""
+    global _lock
+    _lock = threading.Lock()
+
+
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_fresh)
 _kept: list[ctypes.CDLL] = []  # libraries stay for the life of the process
 _open: list[Any] = []  # the runtime's function, once it is loaded
 

@@ -53,12 +53,13 @@ class Packed:
 
     def mismatch(self, cell: Cell) -> str | None:
         """Why it is not the kernel of this installation, as a sentence, or None."""
-        if self.record["digest"] != cell.digest:
+        made = self.pack.manifest["cells"][cell.id]
+        if made["digest"] != cell.digest:
             return (
-                f"the pack {self.pack.directory} holds {cell.id} of digest {self.record['digest']}, "
+                f"the pack {self.pack.directory} holds {cell.id} of digest {made['digest']}, "
                 f"this installation's is {cell.digest}: make the pack again"
             )
-        if _same_texts(self.record["texts"], cell.file) or self.record["source"] == cell.source_hash():
+        if _same_texts(made["texts"], cell.file) or made["source"] == cell.source_hash():
             return None
         return f"the pack {self.pack.directory} holds {cell.id} of another text than {cell.file}: make the pack again"
 
@@ -191,9 +192,9 @@ def _same_texts(texts: Mapping[str, str], file: Path) -> bool:
 
 def _misshapen(manifest: Mapping[str, Any]) -> str | None:
     """What a manifest lacks, or None: everything that is used later has its type."""
-    hashes, kernels = manifest.get("sha256"), manifest.get("kernels")
-    if not (isinstance(hashes, dict) and isinstance(kernels, list) and RUNTIME in hashes):
-        return "lists no kernels or no hashes"
+    hashes, kernels, cells = manifest.get("sha256"), manifest.get("kernels"), manifest.get("cells")
+    if not (isinstance(hashes, dict) and isinstance(kernels, list) and isinstance(cells, dict) and RUNTIME in hashes):
+        return "lists no kernels, cells or hashes"
     for name, value in hashes.items():
         if not (_NAME.fullmatch(name) and isinstance(value, str)):
             return f"names a file {name!r}"
@@ -203,20 +204,26 @@ def _misshapen(manifest: Mapping[str, Any]) -> str | None:
         isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(bound, str) for bound in bounds)
     ):
         return f"does not say {', '.join(texts)} and tvm_ffi"
+    for name, made in cells.items():
+        hashed = made.get("texts") if isinstance(made, dict) else None
+        if not isinstance(hashed, dict) or not _are_texts(made.get("digest"), made.get("source"), *hashed.values()):
+            return f"does not say of which code {name} is"
     for record in kernels:
-        if not isinstance(record, dict):
-            return "has a kernel that is no object"
-        strings = ("cell", "digest", "source", "file", "function")
-        if not all(isinstance(record.get(key), str) for key in strings) or record["file"] not in hashes:
-            return f"has a kernel without {', '.join(strings)}, or without a hash"
-        variant, sources, device = record.get("variant"), record.get("texts"), record.get("device")
+        strings = ("cell", "file", "function")
+        if not isinstance(record, dict) or not _are_texts(*(record.get(key) for key in strings)):
+            return f"has a kernel without {', '.join(strings)}"
+        if record["cell"] not in cells or record["file"] not in hashes:
+            return f"has a kernel {record['file']!r} of an unknown cell, or without a hash"
+        variant, device = record.get("variant"), record.get("device")
         if not (isinstance(variant, dict) and all(type(value) is int for value in variant.values())):
             return f"has a kernel {record['cell']} without variant"
-        if not (isinstance(sources, dict) and all(isinstance(value, str) for value in sources.values())):
-            return f"has a kernel {record['cell']} without texts"
         if device is not None and not _is_device(device):
             return f"has a kernel {record['cell']} with a device function that it does not describe"
     return None
+
+
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _is_device(device: Any) -> bool:

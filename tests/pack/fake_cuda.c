@@ -38,6 +38,12 @@ static FILE *log_file(void) {
     return file;
 }
 
+// Whether FAKE_CUDA_FAIL names a call: it then answers that a value is invalid.
+static int fails(const char *call) {
+    const char *text = getenv("FAKE_CUDA_FAIL");
+    return text && !strcmp(text, call);
+}
+
 static int devices(void) {
     const char *text = getenv("FAKE_CUDA_DEVICES");
     return text ? atoi(text) : 1;
@@ -78,6 +84,7 @@ static uint64_t checksum(const unsigned char *image) {
 
 // An image is a cubin, or a container around one: 16 bytes, then the entry's own header, whose size stands in it.
 static Result load(void **library, const void *image) {
+    if (fails("load")) return 1;
     const uint32_t *words = image;
     if (words[0] == 0xba55ed50) image = (const char *)image + 16 + words[5];
     fprintf(log_file(), "load %016llx\n", (unsigned long long)checksum(image));
@@ -99,6 +106,7 @@ static void attribute(const Kernel *kernel, int name, int value, int device) {
 }
 
 static Result launch(const Kernel *kernel, const Config *config, void **parameters) {
+    if (fails("launch")) return 1;
     FILE *file = log_file();
     fprintf(file, "launch %s on %d grid %u %u %u block %u %u %u shared %u stream %p", kernel->name, current,
             config->grid[0], config->grid[1], config->grid[2], config->block[0], config->block[1], config->block[2],
@@ -185,6 +193,7 @@ Result cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, uns
 Result cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *extents,
                               const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                               int swizzle, int promotion, int fill) {
+    if (fails("tensor map")) return 1;
     FILE *file = log_file();
     fprintf(file, "tensor map type %d rank %u at %p", type, rank, address);
     for (uint32_t i = 0; i < rank; i++) fprintf(file, " %llu", (unsigned long long)extents[i]);

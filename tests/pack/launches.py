@@ -2,8 +2,11 @@
 
 `launches.py points DSL all` prints the kernels that the calls take, as `msa-tiles pack --points` reads them;
 `dsl DSL all LIBRARY` launches them with the runtime of their DSL, `pack DSL all|combine` with packs, which are found as
-they are by default. The driver is the fake one, which writes what it is asked for. CPU tensors travel as tensors of
-cuda:0 at made-up addresses, so that two processes that do the same write the same.
+they are by default, and `beside DSL all LIBRARY` with packs in a process that has the runtime of the DSL too. A launch
+that fails ends it: what was raised is printed.
+
+The driver is the fake one, which writes what it is asked for. CPU tensors travel as tensors of cuda:0 at made-up
+addresses, so that two processes that do the same write the same.
 """
 
 from __future__ import annotations
@@ -68,6 +71,18 @@ def argument(given: Any, place: int, kept: list[Any]) -> Argument:
     return Argument(TENSOR, 0, Value(pointer=ctypes.addressof(tensor)))
 
 
+class LaunchError(Exception):
+    """What a kernel raises, through TVM-FFI."""
+
+
+def raised(library: ctypes.CDLL) -> str:
+    """Kind and message of the error that a TVM-FFI function left: two texts behind the object's header of 24 bytes."""
+    handle = ctypes.c_void_p()
+    library.TVMFFIErrorMoveFromRaised(ctypes.byref(handle))
+    cell = (ctypes.c_uint64 * 4).from_address((handle.value or 0) + 24)
+    return ": ".join(ctypes.string_at(cell[i], cell[i + 1]).decode() for i in (0, 2))
+
+
 class Launcher:
     """Stands in for `runtime.find_kernel`, for one DSL's kernels."""
 
@@ -99,7 +114,8 @@ class Launcher:
             # Every launch begins without a current device; both know what to do then.
             driver.cuCtxSetCurrent(None)
             failed = driver.fake_call(tvm_ffi.LIB.TVMFFIFunctionCall, handle, values, len(arguments), pattern)
-            assert not failed, f"{name} refuses its arguments"
+            if failed:
+                raise LaunchError(raised(tvm_ffi.LIB))
 
 
 def normal(*shape: int) -> Tensor:
@@ -147,6 +163,19 @@ def combine() -> None:
     ops.combine(normal(4, 3, 32, 128), torch.zeros(4, 3, 32))
 
 
+def load_runtime(dsl: str, library: Path) -> None:
+    """Make the functions of a DSL's own runtime visible to all kernels."""
+    from msa_tiles.runtime import launch
+
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    if dsl == "tilelang":
+        launch._load_runtime(dsl)
+        return
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+    assert dlopen(str(library).encode(), RTLD_LAZY_GLOBAL), library
+
+
 def of_dsl(dsl: str, library: Path) -> Callable[[str, Any, Cell, dict[str, int]], Any]:
     """How a kernel of the cache is loaded, with its DSL's own runtime.
 
@@ -156,12 +185,8 @@ def of_dsl(dsl: str, library: Path) -> Callable[[str, Any, Cell, dict[str, int]]
     from msa_tiles.runtime import launch
     from msa_tiles.runtime.compiler import find_compiled
 
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    if dsl == "cutedsl":
-        dlopen = ctypes.CDLL(None).dlopen
-        dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
-        assert dlopen(str(library).encode(), RTLD_LAZY_GLOBAL), library
-        launch._load_runtime = lambda _dsl: None  # type: ignore[assignment]
+    load_runtime(dsl, library)
+    launch._load_runtime = lambda _dsl: None  # type: ignore[assignment]
 
     def load(_op: str, _facts: Any, cell: Cell, variant: dict[str, int]) -> Any:
         entry = find_compiled(cell, variant, cell.arch)
@@ -195,6 +220,7 @@ def main(mode: str, dsl: str, what: str, library: str = "") -> None:
         loaders = {
             "points": lambda: None,
             "dsl": lambda: of_dsl(dsl, Path(library)),
+            "beside": lambda: (load_runtime(dsl, Path(library)), of_pack(dsl, patch))[1],
             "pack": lambda: of_pack(dsl, patch),
         }
         launcher = Launcher(dsl, loaders[mode]())
@@ -204,7 +230,11 @@ def main(mode: str, dsl: str, what: str, library: str = "") -> None:
         patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         # Whether a call is split between two kernels is said below, and not by the GPU.
         patch.setattr(lookup, "part_serves", lambda *_: False)
-        (calls if what == "all" else combine)()
+        try:
+            (combine if what == "combine" else calls)()
+        except LaunchError as error:
+            sys.stdout.write(json.dumps(str(error)))
+            return
     if mode == "points":
         sys.stdout.write(json.dumps(list(launcher.points.values())))
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from libraries import compile_library
 
+from msa_tiles.pack.elf import Library
 from msa_tiles.pack.make import make
 from msa_tiles.pack.points import jobs_of
 from msa_tiles.runtime import toolchain
@@ -53,9 +54,21 @@ def test_a_pack_launches_what_the_dsl_launches(dsl: str, launches: Callable, tmp
     surroundings = {"MSA_TILES_PACKS": str(tmp_path / "pack"), "MSA_TILES_CACHE_DIR": str(cache), "PATH": ""}
     report, found = launches("pack", dsl, "all", **surroundings)
     assert report == {"libraries": [], "compiled": 0, "kernels": len(jobs)}
+    assert launches("beside", dsl, "all", str(runtime_of(dsl, tmp_path)), **surroundings)[1] == found
     # Each launch was made twice, and kernels that are launched once more than once.
     assert sum(line.startswith("launch") for line in wanted) >= 2 * len(jobs)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == theirs
+    for path in before:
+        if path.suffix == ".so":
+            library = Library.read(path)
+            assert library.needed() <= {"libc.so.6"}
+            assert all(name.startswith(("TVMFFI", "MT1")) for name in library.asked()), path
+    errors = {
+        "load": "RuntimeError: the kernel cannot be loaded: CUDA_ERROR_FAKE a made-up error",
+        "launch": "RuntimeError: the launch failed: CUDA_ERROR_FAKE a made-up error",
+    }
+    for call, sentence in errors.items():
+        assert launches("pack", dsl, "all", FAKE_CUDA_FAIL=call, **surroundings)[0] == sentence
     assert not cache.exists()
     assert sorted((tmp_path / "pack").iterdir()) == before

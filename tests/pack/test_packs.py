@@ -55,20 +55,22 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(cell: Cell, tmp_path: Path) -> Callable[..., Path]:
     """Write a pack of one kernel. Its libraries are no code: whatever loads them fails."""
 
-    def pack(name: str = "pack", record: dict[str, Any] | None = None, **changes: Any) -> Path:
+    def pack(
+        name: str = "pack", record: dict[str, Any] | None = None, made: dict[str, Any] | None = None, **changes: Any
+    ) -> Path:
         directory = tmp_path / name
         directory.mkdir()
         files = {"runtime.so": b"a runtime", KERNEL: b"a kernel"}
         for file, content in files.items():
             (directory / file).write_bytes(content)
         kernel = {
-            "cell": cell.id, "digest": cell.digest, "source": cell.source_hash(), "variant": VARIANT, "file": KERNEL,
-            "function": "combine_128", "texts": texts_of(cell.file, helpers_of(cell.file.read_text())),
-            **(record or {}),
+            "cell": cell.id, "variant": VARIANT, "file": KERNEL, "function": "combine_128", **(record or {})
         }  # fmt: skip
+        texts = texts_of(cell.file, helpers_of(cell.file.read_text()))
+        code = {"digest": cell.digest, "source": cell.source_hash(), "texts": texts, **(made or {})}
         manifest = {
             "format": 1, "target": "sm90", "arch": "sm_90a", "machine": platform.machine(), "cpu": "x86-64",
-            "glibc": "2.17", "tvm_ffi": ["0.1.11", "0.1.13"], "kernels": [kernel],
+            "glibc": "2.17", "tvm_ffi": ["0.1.11", "0.1.13"], "cells": {cell.id: code}, "kernels": [kernel],
             "sha256": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}, **changes,
         }  # fmt: skip
         (directory / "manifest.json").write_text(json.dumps(manifest))
@@ -134,17 +136,20 @@ ELSEWHERE = "s390x" if platform.machine() == "x86_64" else "x86_64"
         ({"tvm_ffi": ["0.1.0", "0.1.5"]}, r"needs apache-tvm-ffi>=0\.1\.0,<0\.1\.5, installed is .* interface differs"),
         ({"tvm_ffi": ["7.0", "8.0"]}, r"needs apache-tvm-ffi>=7\.0,<8\.0"),
         ({"format": 2}, "has not format 1"),
-        ({"kernels": {}}, "lists no kernels or no hashes: the pack is damaged"),
-        ({"sha256": {}}, "lists no kernels or no hashes"),
+        ({"kernels": {}}, "lists no kernels, cells or hashes: the pack is damaged"),
+        ({"sha256": {}}, "lists no kernels, cells or hashes"),
         ({"sha256": {"runtime.so": "1", "../kernel.so": "2"}}, r"names a file '\.\./kernel\.so'"),
         ({"sha256": {"runtime.so": "1", "/lib/libc.so": "2"}}, "names a file '/lib/libc.so'"),
-        ({"sha256": {"runtime.so": "1"}}, "has a kernel without .* or without a hash"),
+        ({"cells": []}, "lists no kernels, cells or hashes"),
+        ({"cells": {}}, "of an unknown cell, or without a hash"),
+        ({"made": {"texts": ["x"]}}, "does not say of which code combine.* is"),
+        ({"made": {"digest": None}}, "does not say of which code combine.* is"),
+        ({"sha256": {"runtime.so": "1"}}, "of an unknown cell, or without a hash"),
         ({"arch": 90}, "does not say arch, machine, cpu and tvm_ffi"),
         ({"tvm_ffi": "0.1.12"}, "does not say arch"),
-        ({"record": {"digest": None}}, "has a kernel without cell, digest"),
-        ({"record": {"file": "other.so"}}, "has a kernel without .* or without a hash"),
+        ({"record": {"function": None}}, "has a kernel without cell, file, function"),
+        ({"record": {"file": "other.so"}}, "of an unknown cell, or without a hash"),
         ({"record": {"variant": {"head_dim": "128"}}}, "has a kernel combine.* without variant"),
-        ({"record": {"texts": ["x"]}}, "has a kernel combine.* without texts"),
         ({"record": {"device": {"name": "k", "parameters": "l", "launch": "x", "offset": -1}}}, "does not describe"),
         ({"record": {"device": {"name": "k", "parameters": "q", "launch": "x", "offset": 0}}}, "does not describe"),
         ({"record": {"device": {"name": "k", "parameters": "l", "launch": "xsx", "offset": 0}}}, "does not describe"),
@@ -225,7 +230,7 @@ def test_without_a_driver_loading_says_so(write: Callable, cell: Cell, monkeypat
 def test_another_version_of_a_kernel_is_passed_over(
     write: Callable, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = write(record={"digest": "0123456789abcdef"})
+    directory = write(made={"digest": "0123456789abcdef"})
     packs.use(directory)
     sentence = f"the pack {directory} holds {cell.id} of digest 0123456789abcdef, this installation's is {cell.digest}"
     assert packs.find(cell, VARIANT) is None
@@ -237,9 +242,9 @@ def test_another_version_of_a_kernel_is_passed_over(
 
 
 def test_a_kernel_of_another_text_is_passed_over_and_other_words_are_not(write: Callable, cell: Cell) -> None:
-    packs.use(write(record={"texts": {"": "1"}}))
+    packs.use(write(made={"texts": {"": "1"}}))
     assert packs.find(cell, VARIANT) is not None
-    packs.use(write("other", record={"texts": {"": "1"}, "source": "2"}))
+    packs.use(write("other", made={"texts": {"": "1"}, "source": "2"}))
     [sentence] = packs.mismatches(cell, VARIANT)
     assert f"of another text than {cell.file}" in sentence
     assert packs.find(cell, VARIANT).pack.directory.name == "pack"  # type: ignore[union-attr]
