@@ -153,7 +153,7 @@ def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quan
     num_kv_heads = k.shape[1]
     if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
         validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
-    validate.integer("block_size", block_size, 1)
+    validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     if where.page_table is not None:
         page_size("k", k, block_size)
 

@@ -113,7 +113,7 @@ def check_operands(
         validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{idx_q.shape[2]} like idx_q")
     scales.of_queries(q_scale_name, q_scale, idx_q, "idx_q", "Hi")
     scales.of_index_keys(k_scale_name, k_scale, idx_k, "idx_k", paged)
-    validate.integer("block_size", block_size, 1)
+    validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     backends.check(backend, idx_q.device)
     if paged:
         page_size("idx_k", idx_k, block_size)
@@ -239,7 +239,7 @@ def kv_heads(
 ) -> int:
     """Check the parameters of a selection over the ``num_heads`` index heads of ``name``; the number of KV heads."""
     validate.integer("topk", topk, 1)
-    validate.integer("block_size", block_size, 1)
+    validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     validate.integer("init_blocks", init_blocks, 0)
     validate.integer("local_blocks", local_blocks, 0)
     validate.one_of("order", order, tuple(ORDERS))

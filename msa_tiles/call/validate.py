@@ -10,6 +10,7 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("head_major", "token_major")
+LARGEST_BLOCK = 1 << 16  # tokens; a block is laid out whole somewhere
 # Kernels take a row's maximum before they scale, so a scale is above 0; and they divide an LSE by it in float32.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64
 
@@ -94,7 +95,8 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
 
 
 def unit_last_stride(name: str, value: Tensor) -> None:
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
+    # Strides of what holds nothing are whatever its maker wrote: NumPy writes zeros.
+    if value.shape[-1] > 1 and value.stride(-1) != 1 and value.numel():
         refuse(name, f"stride {value.stride(-1)} on the last dimension", "stride 1")
 
 
@@ -104,11 +106,13 @@ def dense(name: str, value: Tensor) -> None:
         refuse(name, f"strides {shape_text(value.stride())}", "a contiguous tensor")
 
 
-def integer(name: str, value: Any, least: int) -> None:
+def integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         refuse_type(name, type(value).__name__, f"an integer of at least {least}")
     if value < least:
         refuse(name, str(value), f"at least {least}")
+    if most is not None and value > most:
+        refuse(name, str(value), f"at most {most}")
 
 
 def boolean(name: str, value: Any) -> None:
@@ -152,6 +156,8 @@ def destination(
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
     same_device(name, value, like, like_name)
     unit_last_stride(name, value)
+    if value.requires_grad and torch.is_grad_enabled():
+        refuse(name, "a tensor that requires grad", "a buffer: results are written into it, past autograd")
     if not _holds_once(value):
         refuse(name, f"strides {shape_text(value.stride())}", "a buffer that holds every element once")
     return value

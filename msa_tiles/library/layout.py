@@ -40,9 +40,9 @@ class Layout(Generic[Call]):
             fields = [f"{_KINDS[of]} {name}"] if layout is None else layout.fields
             self.parts.append(_Part(layout, optional))
             self.fields += [_or_none(field) for field in fields] if optional else fields
-        names = [field.split()[1] for field in self.fields]
-        if len(set(names)) < len(names):
-            raise TypeError(f"{kind.__name__} names an argument twice: {', '.join(names)}")
+        self.names = [field.split()[1] for field in self.fields]
+        if len(set(self.names)) < len(self.names):
+            raise TypeError(f"{kind.__name__} names an argument twice: {', '.join(self.names)}")
 
     @property
     def schema(self) -> str:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from msa_tiles.call import backends
 from msa_tiles.call.workspace import check_alignment
 from msa_tiles.library.layout import Call, Layout
+from msa_tiles.library.overlap import refuse_overlaps
 
 NAMESPACE = "msa_tiles"
 
@@ -32,7 +33,7 @@ class Operator(Generic[Call]):
     layout: Layout[Call]
     allocate: Callable[[Call], tuple[Tensor, ...]]
     write: Callable[..., None]
-    mutated: int
+    buffers: tuple[str, ...]  # names of what the caller may give to be written
     registered_functional: Any
     registered_mutating: Any
 
@@ -49,6 +50,7 @@ class Operator(Generic[Call]):
     def mutating(self, call: Call, *outputs: Tensor | None) -> None:
         arguments = self.layout.flatten(call)
         if plain((*arguments, *outputs)):
+            refuse_overlaps(self.layout.names, arguments, self.buffers, outputs)
             self.write(call, *outputs)
             written(outputs)
         else:
@@ -159,11 +161,12 @@ def define(
     mutated = [f"Tensor({chr(ord('a') + index)}!) {output}" for index, output in enumerate(outputs)]
     if scratch is not None:
         mutated.append(f"Tensor(z!)? {scratch}")
+    buffers = (*outputs, scratch) if scratch is not None else tuple(outputs)
     mutating = torch.library.custom_op(
         f"{NAMESPACE}::{name}_out",
         overwrite,
-        mutates_args=(*outputs, scratch) if scratch is not None else outputs,
+        mutates_args=buffers,
         schema=f"({layout.schema}, {', '.join(mutated)}) -> ()",
     )
     mutating.register_fake(fake_overwrite)
-    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, len(mutated), functional, mutating)
+    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, buffers, functional, mutating)

@@ -122,7 +122,7 @@ def decode_workspace_bytes(
     validate.integer("topk", topk, 1)
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
-    validate.integer("block_size", block_size, 1)
+    validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     if q.device.type != "cuda" or q.numel() == 0:
         return 0
     like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))

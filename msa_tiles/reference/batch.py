@@ -86,7 +86,7 @@ def read_batch(
     ``total_k`` is the number of flat key rows, ``page_size`` the page length of paged keys; with neither, only lengths
     matter and a request without a key length has as many keys as queries. The host bounds ``max_seqlen_*`` are accepted
     and not needed. Raises ``ValueError`` when the key lengths of several requests cannot be known, and for cumulative
-    lengths that fall.
+    lengths that fall or count more keys than there are.
     """
     del max_seqlen_q, max_seqlen_k
     starts_q = [0, total_q] if cu_seqlens_q is None else _starts("cu_seqlens_q", cu_seqlens_q)
@@ -138,6 +138,8 @@ def _key_lengths(
         return [0] * num_requests, [min(max(length, 0), capacity) for length in used]
     if cu_seqlens_k is not None:
         starts = _starts("cu_seqlens_k", cu_seqlens_k)
+        if starts and total_k is not None and not 0 <= starts[0] <= starts[-1] <= total_k:
+            raise ValueError(f"cu_seqlens_k: got {starts[0]} to {starts[-1]}; wanted 0 to the {total_k} keys at most")
         room = [starts[b + 1] - starts[b] for b in range(num_requests)]
         if used is None:
             return starts[:-1], room

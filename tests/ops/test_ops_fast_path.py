@@ -52,7 +52,7 @@ def outputs(op, made):
     results = pair.registered_functional(*pair.layout.flatten(made))
     results = results if isinstance(results, tuple) else (results,)
     made = [torch.full_like(result, 77) for result in results]
-    return results, [*made, *([torch.zeros(64, dtype=torch.uint8)] * (pair.mutated - len(made)))]
+    return results, [*made, *([torch.zeros(64, dtype=torch.uint8)] * (len(pair.buffers) - len(made)))]
 
 
 def operator_call(op, monkeypatch):

@@ -1,0 +1,59 @@
+"""Whether a caller's buffer shares memory with what its call reads or writes: results would depend on the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from msa_tiles.call import validate
+
+
+def refuse_overlaps(
+    names: Sequence[str], arguments: Sequence[Any], buffer_names: Sequence[str], buffers: Sequence[Tensor | None]
+) -> None:
+    """Raise ValueError where a buffer overlaps an argument or another buffer. From host facts alone."""
+    read = [(name, value) for name, value in zip(names, arguments, strict=True) if isinstance(value, Tensor)]
+    for name, buffer in zip(buffer_names, buffers, strict=True):
+        if buffer is None:
+            continue
+        for other_name, other in read:
+            if _overlap(buffer, other):
+                validate.refuse(name, f"memory of {other_name}", "a buffer of its own")
+        read.append((name, buffer))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share bytes, as far as can be told: rows that interleave with equal strides do not."""
+    first, last = one.data_ptr(), other.data_ptr()
+    if not one.numel() or not other.numel():
+        return False
+    if first + _span(one) <= last or last + _span(other) <= first:
+        return False
+    pitches = (_pitch(one), _pitch(other))
+    if pitches[0] != pitches[1] or not pitches[0]:
+        return True
+    # Rows at equal distances: they interleave where each ends before the other's next begins.
+    pitch = pitches[0]
+    offset = (last - first) % pitch
+    return not (_row(one) <= offset and offset + _row(other) <= pitch)
+
+
+def _span(value: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (reach + 1) * value.element_size()
+
+
+def _pitch(value: Tensor) -> int:
+    """The largest stride, in bytes; 0 for a single element."""
+    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
+    return max(strides, default=0) * value.element_size()
+
+
+def _row(value: Tensor) -> int:
+    """Bytes of what lies within the largest stride."""
+    pitch = _pitch(value) // value.element_size()
+    counts = (size for size, stride in zip(value.shape, value.stride(), strict=True) if stride == pitch)
+    return _span(value) - (max(counts, default=1) - 1) * pitch * value.element_size()
