@@ -102,6 +102,24 @@ def test_a_table_is_held_against_the_code(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
+    ("columns", "found"), [(128, []), (64, ["takes 128 columns of tensor memory, the plan says 64"])]
+)
+def test_a_tables_tensor_memory(  # type: ignore[no-untyped-def]
+    cell: Cell, target: Target, entry: Entry, measured: dict, tmp_path, columns: int, found: list[str]
+) -> None:
+    text = TABLE.replace("import Pipeline", "import Columns, Pipeline")
+    text = text.replace("values=256),))", f'values=256),), (Columns("S", 1, {columns}),))')
+    file = tmp_path / "kernel.py"
+    file.write_text(cell.file.read_text() + text)
+    with_source = Entry(tmp_path, entry.meta)
+    (tmp_path / SOURCES["cutedsl"]).write_text(ALLOCATION["cutedsl"])
+    with_source.write_audit(measured)
+    promised = dataclasses.replace(cell, dsl="cutedsl", file=file, entry={**cell.entry, "threads": None})
+    roomy = dataclasses.replace(target, tensor_memory_columns=512)
+    assert complaints(promised, cell.ci[0], roomy, with_source) == found
+
+
+@pytest.mark.parametrize(
     ("limit", "value", "complaint"),
     [
         ("shared_memory_per_block", 1000, "uses 1024 bytes of shared memory, sm90 allows 1000"),

@@ -1,0 +1,50 @@
+"""The tables of all kernels in CuTe DSL as the audit reads them: nothing of a table may be left out unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from msa_tiles.runtime.registry import Cell, default_registry
+from msa_tiles.tables import Table, TableError, table_of
+
+CELLS = {cell.id: cell for cell in default_registry().cells if cell.dsl == "cutedsl"}
+
+
+def table(cell: Cell) -> Table:
+    table_of_variant = table_of(cell.file.read_text(encoding="utf-8"))
+    assert table_of_variant is not None, f"{cell.id} does not say what its thread block is made of"
+    return table_of_variant(**cell.ci[0])
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_buffer_or_a_pipeline_left_out(name: str) -> None:
+    """It contradicts the rest of the table, or the audit finds other bytes of shared memory and other barriers."""
+    whole = table(CELLS[name])
+    roles, pipelines, buffers = (tuple(part.values()) for part in (whole.roles, whole.pipelines, whole.buffers))
+    for left_out in buffers:
+        rest = tuple(each for each in buffers if each is not left_out)
+        try:
+            assert Table(roles, pipelines, rest).shared_memory != whole.shared_memory, left_out.name
+        except TableError as error:
+            assert left_out.name in str(error)
+    for pipeline in pipelines:
+        rest_of_pipelines = tuple(each for each in pipelines if each is not pipeline)
+        assert len(Table(roles, rest_of_pipelines, buffers).barriers) < len(whole.barriers)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_role_left_out(name: str) -> None:
+    """Somebody waits for it, or the audit finds another number of threads."""
+    whole = table(CELLS[name])
+    roles, pipelines, buffers = (tuple(part.values()) for part in (whole.roles, whole.pipelines, whole.buffers))
+    for role in roles:
+        rest = tuple(each for each in roles if each is not role)
+        try:
+            assert Table(rest, pipelines, buffers).threads < whole.threads
+        except TableError as error:
+            assert f"waits for {role.name}" in str(error)
+
+
+def test_rows_say_nothing_of_it() -> None:
+    said = ("threads", "shared_memory", "registers", "tensor_memory")
+    assert [name for name, cell in CELLS.items() if any(cell.entry[key] is not None for key in said)] == []
