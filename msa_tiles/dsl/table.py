@@ -2,8 +2,8 @@
 
 A kernel declares it in its function `cta`, an operand adds its share in its function `parts`. Barrier set-up, byte
 counts, the kernel's docstring and what the audit expects are derived from it. This module is plain Python, and what is
-decorated with `declares` uses nothing but it, constants of its file and operands: so generation, audit and tests read
-the same table as the kernel, without the DSL.
+decorated with `declares` uses nothing but it, and constants and marked functions of its file and of what that imports:
+so generation, audit and tests read the same table as the kernel, without the DSL.
 """
 
 from typing import Any, NamedTuple

@@ -151,6 +151,7 @@ def names_of(chip: Chip, note: Callable[[Stage, int], None]) -> dict[str, Any]:
         "ballot": chip.vote_ballot_sync,
         "following": motions["following"],
         "arrive": motions["arrive"],
+        "arrive_alone": motions["arrive_alone"],
         "copy_scales": lambda *_what: None,
         "stand_in": None,
         "first_bit": lambda bits: (bits & -bits).bit_length() - 1,

@@ -17,7 +17,7 @@ import pytest
 import warpgroups
 from warps import Array, Deadlock, Pointer, changed, load, motions, tables
 
-from msa_tiles.dsl.cutedsl.table import Table, TableError, lane, threads, warps
+from msa_tiles.dsl.table import Table, TableError, lane, threads, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.sources import PACKAGE
 

@@ -360,7 +360,7 @@ def motions(**names: Any) -> dict[str, Any]:
     """What kernels do alike, over the same stand-ins: rings, arrivals, claims, and the words between kernels."""
     found: dict[str, Any] = {}
     for helper, wanted in (
-        ("pipeline", ("arrive", "following", "preceding")),
+        ("pipeline", ("arrive", "arrive_alone", "following", "preceding")),
         ("claims", ("first_claim", "next_claim")),
     ):
         module = load(PACKAGE / "dsl/cutedsl" / f"{helper}.py", **names)

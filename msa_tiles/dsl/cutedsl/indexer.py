@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 from msa_tiles.dsl.table import Parts, Pipeline, Role, buffer, declares, lane
@@ -319,8 +319,7 @@ class Indexer:
     def release_tile(self, held: tuple, stage: Int32, lane: Int32):
         """Behind the last product of a stage, which has brought the warp together: one arrival a consumer warp."""
         if cutlass.const_expr(not self.keys.key_scales):
-            if lane == 0:
-                cute.arch.mbarrier_arrive(held.free + stage)
+            arrive_alone(held.free + stage)
 
     @cute.jit
     def release_factors(self, held: tuple, stage: Int32):

@@ -26,5 +26,11 @@ def preceding(place: Int32, phase: Int32, end):
 def arrive(barrier: cute.Pointer):
     """One arrival for a warp, behind what all its lanes have done."""
     cute.arch.sync_warp()
+    arrive_alone(barrier)
+
+
+@cute.jit
+def arrive_alone(barrier: cute.Pointer):
+    """The same where something has brought the warp together, such as waiting for a product, or only lane 0 counts."""
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(barrier)

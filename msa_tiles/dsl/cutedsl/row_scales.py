@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from msa_tiles.dsl.cutedsl.topk import pick
-from msa_tiles.dsl.cutedsl.warp import WARP
+from msa_tiles.dsl.table import WARP
 
 
 @cute.jit

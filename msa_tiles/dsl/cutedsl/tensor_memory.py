@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.indexer import ROWS, Indexer
-from msa_tiles.dsl.cutedsl.pipeline import following
+from msa_tiles.dsl.cutedsl.pipeline import arrive_alone, following
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.varlen import tile_limits
@@ -179,8 +179,7 @@ class TensorIndexer(Indexer):
                 cute.copy(copy, source[None, None, (0, step + 1, place)], parts[(step + 1) % 2])
             else:
                 fence_before_sync()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(s_free + place)
+                arrive_alone(s_free + place)
             for column in cutlass.range_constexpr(COLUMNS):
                 score = parts[step % 2][column]
                 if cutlass.const_expr(room is not None):

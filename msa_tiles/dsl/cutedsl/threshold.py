@@ -17,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from msa_tiles.dsl.cutedsl.topk import EMPTY, NAN_KEY, forced_key, order_key, pick, ranks_above
-from msa_tiles.dsl.cutedsl.warp import WARP, inclusive_sum
+from msa_tiles.dsl.cutedsl.warp import inclusive_sum
+from msa_tiles.dsl.table import WARP
 
 ID_BITS = 15
 

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from msa_tiles.dsl.cutedsl.topk import pick
+from msa_tiles.dsl.table import WARP
 
-WARP = 32
 # (distance, columns that stay where they are in the upper half of the lanes) of a 32 x 32 transposition.
 HALVES = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 

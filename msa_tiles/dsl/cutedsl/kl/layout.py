@@ -16,7 +16,6 @@ from msa_tiles.dsl.cutedsl.shared import barriers_of, by_rows, make_barriers, ma
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 
 GROUP = 128  # threads of a warpgroup
-WARP = 32
 WARPS = 4  # of it
 WARP_ROWS = 16  # of a tile
 PREPARERS = 2  # warps

@@ -7,11 +7,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.claims import first_claim, next_claim
-from msa_tiles.dsl.cutedsl.kl.layout import FIRST, LAST, LOG2_E, PREPARERS, WARP, Layout, Shared
-from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.kl.layout import FIRST, LAST, LOG2_E, PREPARERS, Layout, Shared
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR, copy_wide, wide
+from msa_tiles.dsl.table import WARP
 from msa_tiles.dsl.words import query_of, slot_of, valid_rows_of
 
 
@@ -51,8 +52,7 @@ class Producers(Layout):
                 running = Int32(0)
                 if lane == 0:
                     shared.tasks[parity, 1] = Int32(-1)
-            if lane == 0:
-                cute.arch.mbarrier_arrive(shared.task_full + parity)
+            arrive_alone(shared.task_full + parity)
             if running > 0:
                 cute.arch.mbarrier_wait(shared.k_free, parity ^ 1)
                 self.blocks.load(k_atom, mK, row, [], head, k_boxes, shared.k_full)

@@ -9,8 +9,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import swap_ab, wgmma
-from msa_tiles.dsl.cutedsl.kl.layout import WARP, WARP_ROWS, WARPS, Layout, Shared
+from msa_tiles.dsl.cutedsl.kl.layout import WARP_ROWS, WARPS, Layout, Shared
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP
 
 
 class Tile(NamedTuple):

@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.keys import Blocks
-from msa_tiles.dsl.cutedsl.pipeline import arrive
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane, warps
 
@@ -167,8 +167,7 @@ class Left(Storage):
     @cute.jit
     def release(self, held: Held, stage: Int32):
         """Behind the product, one arrival for each warp: waiting for a product brings a warp together."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(held.free + stage)
+        arrive_alone(held.free + stage)
 
     def row_of(self, member, lane, half):
         """The row, of 64, whose column a lane of warp `member` has in this half of an accumulator."""
@@ -217,8 +216,7 @@ class Right(Storage):
     def end_of_loads(self, held: HeldRight, parity: Int32):
         """The producer: wake those who wait for another block."""
         cute.arch.mbarrier_wait(held.free, parity ^ 1)
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(held.full)
+        arrive_alone(held.full)
 
     @cute.jit
     def bring(self, held: HeldRight, parity: Int32, phase: Int32, inspected: Int32):

@@ -22,7 +22,7 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
-from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
@@ -341,8 +341,7 @@ class DecodeScore:
                 factors = self.keys.factors(held, stage)
                 if cutlass.const_expr(factors is None):
                     # Waiting for a product brings the warp together.
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(held.free + stage)
+                    arrive_alone(held.free + stage)
                 if first_row < rows:
                     maxima.fill(-Float32.inf)
                     scores.block_max(S, maxima, limits, block * self.block_size, block, full_blocks, lane, factors)

@@ -474,9 +474,7 @@ class SharedAttention:
             if lane < self.queries:
                 shared.tiles[entry, 2 + lane] = slots
                 shared.tiles[entry, 2 + self.queries + lane] = work.last_rows[cutlass.min(token + lane, last - 1)]
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(shared.tile_full + entry)
+            arrive(shared.tile_full + entry)
             if num > 0:
                 cute.arch.mbarrier_wait(shared.q_free, q_phase)
                 with cute.arch.elect_one():

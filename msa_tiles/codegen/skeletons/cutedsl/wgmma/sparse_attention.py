@@ -24,7 +24,7 @@ from msa_tiles.dsl.cutedsl.gather import Rows
 from msa_tiles.dsl.cutedsl.hidden import any_unbounded, clean_column
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.operands import plain as key_value  # <- operands.key_value
-from msa_tiles.dsl.cutedsl.pipeline import arrive, following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.warp import ballot
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -339,8 +339,7 @@ class SparseAttention:
                     shared.tasks[parity, 1] = Int32(-1)
                     # Consumers read scales of a head before they know that they need none.
                     shared.tasks[parity, 2] = Int32(0)
-            if lane == 0:
-                cute.arch.mbarrier_arrive(shared.task_full + parity)
+            arrive_alone(shared.task_full + parity)
             if running > 0:
                 self.keys.load(k, row, pages, head, shared.keys, parity, cut)
                 self.values.load(v, row, pages, head, shared.values, parity, cut)
@@ -397,9 +396,7 @@ class SparseAttention:
                             target = boxes[None, None, None, None, None, r, slot]
                             self.rows.load(q_atom, mQ, token, head, target, full)
                     slot, phase = following(slot, phase, first_slot + STAGES, first_slot)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.task_gathered)
+                arrive(shared.task_gathered)
             turn = turn + 1
 
     @cute.jit
