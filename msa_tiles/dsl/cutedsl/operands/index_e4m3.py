@@ -22,9 +22,9 @@ def multiplied():
 
 
 @declares
-def parts(name, head_dim, block_size, stages, *, producer, freed, key_scales):
+def parts(name, head_dim, block_size, stages, *, producer, freed, key_scales, element="float8_e4m3fn"):
     """One pipeline, which TMA fills, and beside it the producer's lanes where every key has a scale."""
-    bare = index_plain.parts(name, head_dim, block_size, stages, producer=producer, freed=freed, element=multiplied())
+    bare = index_plain.parts(name, head_dim, block_size, stages, producer=producer, freed=freed, element=element)
     if not key_scales:
         return bare
     [pipeline] = bare.pipelines
