@@ -12,7 +12,15 @@ __version__ = "0.1.0"
 
 
 def use_pack(path: str | os.PathLike[str]) -> Pack:
-    """Look for kernels in the pack of a directory first: see `msa_tiles.runtime.use_pack`."""
-    from msa_tiles import runtime  # which imports torch
+    """Look for kernels in the pack of a directory first, before any other, from now on.
 
-    return runtime.use_pack(path)
+    Raises `msa_tiles.runtime.PackError`, a RuntimeError, when the pack is damaged, or made for another machine or
+    another TVM-FFI.
+    """
+    # Here, because both import torch.
+    from msa_tiles import runtime
+    from msa_tiles.library import remember
+
+    pack = runtime.use_pack(path)
+    remember.forget_all()
+    return pack

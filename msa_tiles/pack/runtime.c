@@ -3,7 +3,8 @@
 // A kernel's host code checks its arguments, makes tensor maps and launches. For that it asks the runtime library of its
 // DSL for a few functions. In a pack those names begin with MT1 instead (msa_tiles/pack/elf.py renames them), and this
 // file is what stands behind them. It is compiled when a pack is made and loaded before the pack's kernels; since no
-// other library has such names, packed kernels and those that a DSL compiles live in one process side by side.
+// other library has such names, packed kernels and those that a DSL compiles live in one process side by side. When a
+// function comes to mean something else, FORMAT in msa_tiles/runtime/packs.py is raised, and older packs are refused.
 //
 // Whoever loads it calls MT1_bind first, with the driver's functions: it links neither with libcuda nor with libdl.
 #include <pthread.h>

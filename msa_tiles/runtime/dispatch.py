@@ -205,12 +205,11 @@ def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
 
 
 def use_pack(path: str | os.PathLike[str]) -> Pack:
-    """Look for kernels in the pack of a directory first, before any other.
+    """Look for kernels in the pack of a directory first, also for those that were found before.
 
-    Kernels that were found earlier are looked for again; calls into the caller's buffers remember theirs, so name packs
-    before the first call.
+    Operators remember calls besides, which `msa_tiles.use_pack` has them forget.
 
-    Raises PackError, a RuntimeError, when the pack is damaged, or made for another machine or another TVM-FFI.
+    Raises PackError when the pack is damaged, or made for another machine or another TVM-FFI.
     """
     pack = packs.use(path)
     _kernels.clear()

@@ -17,7 +17,7 @@ PACKAGE = Path(msa_tiles.__file__).parent
 ANYTHING = None
 # What each part of msa_tiles may import, itself aside.
 ALLOWED: dict[str, set[str] | None] = {
-    "__init__": {"runtime"},  # when it is asked to use a pack
+    "__init__": {"runtime", "library"},  # when it is asked to use a pack
     "pack": {"runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
     "sources": set(),
