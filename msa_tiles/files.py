@@ -31,6 +31,13 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
             staged.unlink()
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those that it lies in, to which nobody else can write, whatever the umask says."""
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o755, exist_ok=True)
+
+
 def can_be_made(path: Path) -> bool:
     """Whether this user can make a directory at a path, or write to the one that is there."""
     existing = next((each for each in (path, *path.parents) if os.path.lexists(each)), None)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.errors import ToolError
-from msa_tiles.files import can_be_made, write_atomically
+from msa_tiles.files import can_be_made, make_directory, write_atomically
 from msa_tiles.runtime import trust
 
 FORMAT = 2
@@ -213,8 +213,7 @@ class Cache:
         directory = self.root / cell_id
         try:
             # Whoever may write here decides what code this user runs; others may read, as of any installed code.
-            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            directory.mkdir(mode=0o755, exist_ok=True)
+            make_directory(directory)
             self._require_trust(directory)
         except trust.TrustError as error:
             raise self._error(f"is not trusted: {error}") from error

@@ -32,6 +32,7 @@ PASS_CONFIGS: Mapping[str, Any] = {
     "tl.disable_safe_memory_legalize": True,
 }
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
+_LONGEST_ERROR = 3000  # characters
 _LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
 _CUTEDSL_OPTIONS = "--enable-tvm-ffi"
 # Host code of CuTe DSL is the machine's own unless its functions say otherwise, and another one may lack instructions.
@@ -156,7 +157,7 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
                 artifact = tilelang.lower(kernel, target=cuda, enable_host_codegen=True, enable_device_compile=True)
             artifact.rt_mod.export_library(str(staged / LIBRARY))
         except Exception as error:
-            raise CompileError(f"{where}: {error}") from error
+            raise CompileError(f"{where}: {_end_of(error)}") from error
     if len(cubins) != 1:
         raise CompileError(f"{where}: {len(cubins)} device images came out, wanted one")
     (staged / CUBIN).write_bytes(cubins[0])
@@ -165,6 +166,12 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
         "function": str(kernel.attrs["global_symbol"]),
         "kernels": {str(name.name_hint): _launch(function) for name, function in artifact.device_mod.functions.items()},
     }
+
+
+def _end_of(error: Exception) -> str:
+    """What a compiler says in the end: TileLang puts the whole source in front."""
+    text = str(error)
+    return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"
 
 
 def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
@@ -184,7 +191,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
             _for_every_host(compiled.ir_module)
             compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
         except Exception as error:
-            raise CompileError(f"{where}: {error}") from error
+            raise CompileError(f"{where}: {_end_of(error)}") from error
         _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
         (staged / CUBIN).write_bytes(compiled.__cubin__)
         (staged / SOURCES["cutedsl"]).write_text(compiled.__ptx__)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.files import write_atomically
+from msa_tiles.files import make_directory, write_atomically
 from msa_tiles.runtime import audit
 from msa_tiles.runtime.build import Job, audit_compiled, ci_jobs
 from msa_tiles.runtime.cache import Cache, default_root
@@ -84,7 +84,7 @@ def is_simulated(cell: Cell, root: Path | None = None) -> bool:
 def mark_simulated(cell: Cell, root: Path | None = None) -> None:
     """Record that every simulator case of the cell has just passed."""
     mark = _simulated_mark(cell, root)
-    mark.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(mark.parent)
     mark.touch()
 
 
@@ -103,7 +103,10 @@ def read_verified(generated: Path) -> dict[str, dict[str, Any]]:
 def _read(path: Path, writer: str) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
-    document = json.loads(path.read_text())
+    try:
+        document = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        document = None
     if not isinstance(document, dict) or not all(isinstance(entry, dict) for entry in document.values()):
         raise ValueError(f"{path} is not what `{writer}` writes; delete it and run that again")
     return document

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from msa_tiles.files import write_atomically
+from msa_tiles.files import make_directory, write_atomically
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import default_root
 from msa_tiles.runtime.evidence import VERIFIED, read_verified
@@ -131,7 +131,7 @@ class Journal:
 
     def append(self, key: str, result: Result) -> None:
         """Add a passed case."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path.parent)
         with self.path.open("a") as file:
             file.write(json.dumps({"case": key, "seed": result.seed, "worst_error": result.worst_error}) + "\n")
 

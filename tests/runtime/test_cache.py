@@ -24,7 +24,7 @@ import pytest
 from fakes import LIBRARY, VERSION, Fake, install
 
 from msa_tiles.runtime import cache as cache_module
-from msa_tiles.runtime import compiler, trust
+from msa_tiles.runtime import compiler, evidence, trust
 from msa_tiles.runtime.cache import Cache, CacheError, Entry, default_root
 from msa_tiles.runtime.compiler import CompileError, cache_key
 from msa_tiles.runtime.registry import Cell
@@ -430,6 +430,15 @@ class TestTrust:
             assert stat.S_IMODE(directory.stat().st_mode) == mode, directory
         for file in entry.directory.iterdir():
             assert stat.S_IMODE(file.stat().st_mode) == mode & 0o644, file
+
+    def test_whoever_makes_the_root_makes_it_for_this_user_alone(self, fake: Fake) -> None:
+        """Marks of simulated cells and journals lie there, too."""
+        before = os.umask(0o002)
+        try:
+            evidence.mark_simulated(fake.cell, fake.root)
+        finally:
+            os.umask(before)
+        assert fake.compile() and fake.find() is not None
 
     def test_a_pipe_in_the_place_of_a_file_does_not_block(self, fake: Fake) -> None:
         library = fake.compile().library

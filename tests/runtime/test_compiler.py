@@ -178,6 +178,15 @@ def test_a_kernel_that_does_not_compile_is_named(cell: Cell, target: Target, tmp
     assert not list((tmp_path / "cache" / cell.id).glob("[!.]*"))
 
 
+def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: Path, nvcc: Path) -> None:
+    """TileLang puts the whole source in front of what nvcc says."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("def scale_rows(width, capacity):\n    raise IndexError('source ' * 5000 + 'no such row')\n")
+    with pytest.raises(CompileError, match=r"scale_rows\S+ width=64 capacity=4: … .*no such row$") as caught:
+        compile_variant(dataclasses.replace(cell, file=broken), cell.ci[0], target.arch, Cache(tmp_path / "cache"))
+    assert len(str(caught.value)) < 4000
+
+
 def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path))
     assert default_root() == tmp_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -207,6 +208,46 @@ def test_the_number_of_processes_is_a_number(value: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("MSA_TILES_JOBS", value)
     with pytest.raises(ValueError, match=f"MSA_TILES_JOBS is '{value}', wanted a number of processes"):
         workers.most_workers()
+
+
+@pytest.mark.slow
+def test_processes_and_threads_compile_a_kernel_once(
+    cute: Cell, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked workers of a server that begin together on an empty cache; with the real compiler."""
+    try:
+        toolchain.require_compiler("cutedsl")
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MSA_TILES_JOBS", "1")
+    context = multiprocessing.get_context("fork")
+    barrier, counts = context.Barrier(4), context.Queue()
+
+    def serve() -> None:
+        before = compile_count()
+        barrier.wait(60)
+        found: list[Entry] = []
+        threads = [threading.Thread(target=lambda: found.append(ready(cute, target))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts.put((compile_count() - before, len({entry.directory for entry in found}), len(found)))
+
+    processes = [context.Process(target=serve) for _ in range(4)]
+    for process in processes:
+        process.start()
+    results = [counts.get(timeout=240) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert sum(compiled for compiled, _, _ in results) == 1
+    assert {(directories, found) for _, directories, found in results} == {(1, 2)}
+
+
+def ready(cell: Cell, target: Target) -> Entry:
+    found = obtain(cell, cell.ci[0], target.arch)
+    return found.wait() if isinstance(found, Pending) else found
 
 
 # The operator whose calls a module of launches serves.
