@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -303,3 +305,34 @@ def test_threads_are_whole_numbers(value: str, sentence: str, specs: Path) -> No
 def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no such directory of specs"):
         load(tmp_path)
+
+
+# What no value of a spec is, of many kinds.
+NASTY = (
+    *("min(1)", "1e308*10", "0", "-1", "384.7", "1.0e+400", ".inf", "null", "true", "[]", "{}", "''", "'a b'", "../x"),
+    *("__x__", "class", "9" * 20, "a/b", "1/0", "x.y", "'\"'", '"\\u2028"', "0x10", "!!python/object:os.system x"),
+    *("{a: 1}", "[1, 2]", "[[1]]", "2**9", "topk", "head_dim / 3", "head_dim - 1000", "<<", "=", "2026-11-29", "1:30"),
+    *("q16kv8", "{{x}}", "5e-324", "-0.0", "not 1", "1 if 0 else 2", "0 // 0", "(1", "9" * 300, "*a", "&a 1", "? 1"),
+)
+DRAWS = 40
+
+
+def test_whatever_stands_in_a_spec_is_a_mistake_or_serves(specs: Path) -> None:
+    """Drawn values in drawn places: nothing but SpecError comes out."""
+    draw = random.Random(int(os.environ["MSA_TILES_SEED"]))
+    files = sorted(specs.rglob("*.yaml"))
+    refused = 0
+    for _ in range(DRAWS):
+        path, value = draw.choice(files), draw.choice(NASTY)
+        text = path.read_text()
+        place = draw.choice(list(re.finditer(r"(?<=[:\[,] )[^\s,\]\}\{\[#][^,\]\}\n]*", text)))
+        path.write_text(text[: place.start()] + value + text[place.end() :])
+        try:
+            load(specs)
+        except SpecError as error:
+            refused += 1
+            assert error.where.file.endswith(".yaml") and error.where.line >= 1
+        except BaseException as error:
+            raise AssertionError(f"{path.name}: {place[0]!r} -> {value!r}") from error
+        path.write_text(text)
+    assert refused
