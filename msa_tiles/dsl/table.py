@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 WARP = 32
 BARRIER_BYTES = 8
 WIDTH = 116  # of a line of a docstring
-LANE, EACH_WARP, EACH_THREAD = "1 lane", "1 lane of each warp", "every thread"
+LANE, EACH_WARP, EACH_THREAD, COMMIT = "1 lane", "1 lane of each warp", "every thread", "a commit"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -43,6 +43,11 @@ def lane(role: str) -> Arrival:
 def warps(role: str) -> Arrival:
     """One lane of each warp of a role."""
     return Arrival(role, EACH_WARP)
+
+
+def commits(role: str) -> Arrival:
+    """The tensor cores, once the products that a role has started are done."""
+    return Arrival(role, COMMIT)
 
 
 def threads(role: str) -> Arrival:
@@ -159,7 +164,7 @@ class Table:
 
     def _count(self, arrival: Arrival) -> int:
         warps_of_role = self.roles[arrival.role].warps
-        return {LANE: 1, EACH_WARP: warps_of_role, EACH_THREAD: WARP * warps_of_role}[arrival.who]
+        return {LANE: 1, COMMIT: 1, EACH_WARP: warps_of_role, EACH_THREAD: WARP * warps_of_role}[arrival.who]
 
     @property
     def threads(self) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from msa_tiles.dsl.table import (
-    Arrival,
     Buffer,
     Columns,
     Pipeline,
@@ -15,6 +14,7 @@ from msa_tiles.dsl.table import (
     Table,
     TableError,
     buffer,
+    commits,
     describe,
     lane,
     threads,
@@ -69,8 +69,8 @@ def test_two_roles_of_one_name() -> None:
 
 
 def test_every_kind_of_arrival_counts() -> None:
-    kinds: list[tuple[Arrival, int]] = [(lane("reader"), 1), (warps("reader"), 4), (threads("reader"), 128)]
-    for arrival, count in kinds:
+    counts = {lane("reader"): 1, warps("reader"): 4, threads("reader"): 128, commits("loader"): 1}
+    for arrival, count in counts.items():
         assert Table(ROLES, (Pipeline("one", 1, (arrival,)),)).barriers == [("one_full", count)]
 
 

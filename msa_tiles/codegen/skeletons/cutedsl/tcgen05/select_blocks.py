@@ -18,7 +18,7 @@ from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operan
 from msa_tiles.dsl.cutedsl.pipeline import following
 from msa_tiles.dsl.cutedsl.tensor_memory import CHAINS, TensorIndexer, fence_after_sync
 from msa_tiles.dsl.cutedsl.varlen import last_visible
-from msa_tiles.dsl.table import Columns, Pipeline, Role, Table, buffer, declares, lane, warps
+from msa_tiles.dsl.table import Columns, Pipeline, Role, Table, buffer, commits, declares, warps
 
 STAGES = 3  # <- tile.stages
 ACCUMULATORS = 2  # <- tile.accumulators
@@ -42,18 +42,18 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
 def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
     """What a thread block is made of."""
     queries = queries_of(BOXES, heads_per_group, head_dim, index_key.multiplied())
-    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=lane("multiplier"))
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=commits("multiplier"))
     return Table(
         roles=(
             Role("epilogue", 4, "thread i reads row i of every product, keeps its maximum and the row's top-k list"),
             Role("producer", 1, "loads Q once, then streams the index keys, one block a stage"),
-            Role("multiplier", 1, "S = Q K^T for every block and head in turn, arrivals by commit; owns tensor memory"),
+            Role("multiplier", 1, "S = Q K^T for every block and head in turn; owns tensor memory"),
             Role("idle", 2, "nothing: tensor memory is given to whole warpgroups"),
         ),
         pipelines=(
             *queries.pipelines,
             *keys.pipelines,
-            Pipeline("s", ACCUMULATORS, (lane("multiplier"),), (warps("epilogue"),)),
+            Pipeline("s", ACCUMULATORS, (commits("multiplier"),), (warps("epilogue"),)),
         ),
         buffers=(*queries.buffers, *keys.buffers, buffer("address", "int32", ids=1, note="of the tensor memory")),
         tensor_memory=(Columns("S", ACCUMULATORS, block_size, "float32, a query a lane"),),

@@ -29,7 +29,7 @@ from msa_tiles.dsl.cutedsl.shared import barriers_of, by_rows, make_barriers, ma
 from msa_tiles.dsl.cutedsl.tcgen05 import COLUMNS, ROWS
 from msa_tiles.dsl.cutedsl.tensor_memory import fence_after_sync, fence_before_sync
 from msa_tiles.dsl.cutedsl.wide_gather import WideRows
-from msa_tiles.dsl.table import WARP, Columns, Pipeline, Role, Table, buffer, declares, lane, warps
+from msa_tiles.dsl.table import WARP, Columns, Pipeline, Role, Table, buffer, commits, declares, lane, warps
 from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -91,18 +91,14 @@ def cta(head_dim, block_size, group, pages_per_block):
                 (lane("scorer"), lane("weigher"), softmax_turn, warps("epilogue")),
                 note="of softmax the warpgroup whose tile it is",
             ),
-            Pipeline("q", STAGES, (lane("gatherer"),), (lane("scorer"),), ("queries",), note="freed by commit"),
+            Pipeline("q", STAGES, (lane("gatherer"),), (commits("scorer"),), ("queries",)),
             Pipeline(
-                "block", BLOCKS, (lane("claimer"),), (lane("scorer"),), ("blocks",),
-                note="freed by commit of its task's last S, or of the last O by weigher",
+                "block", BLOCKS, (lane("claimer"),), (commits("scorer"),), ("blocks",),
+                note="behind its task's last S, and values by weigher behind the last O",
             ),
-            Pipeline(
-                "s", SOFTMAXES, (lane("scorer"),), (softmax_turn,), note="full by commit; stage 1 is softmax_odd's"
-            ),
-            Pipeline(
-                "p", SOFTMAXES, (softmax_turn,), (lane("weigher"),), note="freed by commit; stage 1 likewise"
-            ),
-            Pipeline("o", 1, (lane("weigher"),), (warps("epilogue"),), note="full by commit"),
+            Pipeline("s", SOFTMAXES, (commits("scorer"),), (softmax_turn,), note="stage 1 is softmax_odd's"),
+            Pipeline("p", SOFTMAXES, (softmax_turn,), (commits("weigher"),), note="likewise"),
+            Pipeline("o", 1, (commits("weigher"),), (warps("epilogue"),)),
         ),
         buffers=(
             buffer("queries", ELEMENT, align=1024, note=gathered, stages=STAGES, rows=ROWS, head_dim=head_dim),
