@@ -143,7 +143,11 @@ def find(cell: Cell, variant: Mapping[str, int]) -> Packed | None:
 
 
 def mismatches(cell: Cell, variant: Mapping[str, int]) -> list[str]:
-    """Why packed kernels of this variant are passed over, as sentences."""
+    """Why packed kernels of this variant, or all packs, are passed over, as sentences."""
+    known = active()
+    if known and all(pack.manifest["arch"] != cell.arch for pack in known):
+        others = ", ".join(f"{pack.directory} for {pack.manifest['arch']}" for pack in known)
+        return [f"no pack is for {cell.arch}: {others}"]
     return [why for packed in _candidates(cell, variant) if (why := _mismatch(packed, cell)) is not None]
 
 

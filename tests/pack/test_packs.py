@@ -213,6 +213,15 @@ def test_a_damaged_library_is_never_loaded(
     assert loaded == []
 
 
+def test_the_range_is_that_of_the_dependencies() -> None:
+    requirements = importlib.metadata.requires("msa-tiles") or []
+    low, high = make.TVM_FFI
+    text = next((line for line in requirements if line.startswith(packs.TVM_FFI)), None)
+    if text is None:
+        pytest.skip("msa-tiles is not installed here")
+    assert set(text.removeprefix(packs.TVM_FFI).split(",")) == {f">={low}", f"<{high}"}
+
+
 def test_without_a_driver_loading_says_so(write: Callable, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     packs.use(write())
     found = packs.find(cell, VARIANT)
@@ -251,8 +260,12 @@ def test_a_kernel_of_another_text_is_passed_over_and_other_words_are_not(write: 
 
 
 def test_kernels_of_another_architecture_are_passed_over(write: Callable, cell: Cell) -> None:
-    packs.use(write(arch="sm_100a", target="sm100"))
+    other = packs.use(write(arch="sm_100a", target="sm100"))
     assert packs.find(cell, VARIANT) is None
+    assert packs.mismatches(cell, VARIANT) == [f"no pack is for sm_90a: {other.directory} for sm_100a"]
+    packs.use(write("fitting"))
+    assert packs.find(cell, VARIANT) is not None
+    assert packs.mismatches(cell, VARIANT) == []
 
 
 @pytest.mark.parametrize("place", ["", "manifest.json", KERNEL])
