@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from warpgroups import Chip
-from warps import Array, Deadlock, Pointer, load
+from warps import Anything, Array, Deadlock, Pointer, load
 
 from msa_tiles.dsl import table as vocabulary
 from msa_tiles.dsl.table import Pipeline, Table, TableError, lane, threads, warps
@@ -75,19 +75,6 @@ class Blocks:
 
     def clear_rows(self, *_what: Any) -> None:
         """The rows do not matter here."""
-
-
-class Anything:
-    """What does not matter here, and whatever is done to it."""
-
-    def __getattr__(self, _name: str) -> Anything:
-        return self
-
-    def __call__(self, *_what: Any, **_more: Any) -> Anything:
-        return self
-
-    def __getitem__(self, _index: Any) -> Anything:
-        return self
 
 
 def names_of(chip: Chip, note: Callable[[Stage, int], None]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import warpgroups
-from warps import Array, Deadlock, Pointer, changed, load, motions, tables
+from warps import Anything, Array, Deadlock, Pointer, changed, load, motions, tables
 
 from msa_tiles.dsl.table import Table, TableError, lane, threads, warps
 from msa_tiles.paths import generated_dir
@@ -100,24 +100,6 @@ class Product:
     """Registers of a warp that a product goes to."""
 
     value: int | None = None
-
-
-class Anything:
-    """What does not matter here, and whatever is done to it."""
-
-    shape = (1, 1, 1)
-
-    def __getattr__(self, _name: str) -> Anything:
-        return self
-
-    def __call__(self, *_what: Any, **_more: Any) -> Anything:
-        return self
-
-    def __getitem__(self, _index: Any) -> Anything:
-        return self
-
-    def __setitem__(self, _index: Any, _value: Any) -> None:
-        """It does not matter either."""
 
 
 class Chip(warpgroups.Chip):

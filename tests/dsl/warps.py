@@ -301,6 +301,27 @@ class Arch:
         raise AttributeError(name)
 
 
+class Anything:
+    """What does not matter here, and whatever is done to it."""
+
+    shape = (1, 1, 1)
+
+    def __getattr__(self, _name: str) -> Anything:
+        return self
+
+    def __call__(self, *_what: Any, **_more: Any) -> Anything:
+        return self
+
+    def __getitem__(self, _index: Any) -> Anything:
+        return self
+
+    def __setitem__(self, _index: Any, _value: Any) -> None:
+        """It does not matter either."""
+
+    def __mul__(self, _other: Any) -> Anything:
+        return self
+
+
 class Elections(ast.NodeTransformer):
     """`with elect_one()` becomes a condition: a context cannot skip its body."""
 
