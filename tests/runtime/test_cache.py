@@ -182,8 +182,9 @@ class TestManyAtOnce:
             assert done.wait(10)
             leave.set()
             holder.join()
+            start = time.monotonic()
             with Cache(fake.root).lock(fake.cell.id, "key"):
-                pass
+                assert time.monotonic() - start < 10
         finally:
             leave.set()
             end.set()
