@@ -6,13 +6,16 @@ decorated with `declares` uses nothing but it, and constants and marked function
 so generation, audit and tests read the same table as the kernel, without the DSL.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 WARP = 32
 BARRIER_BYTES = 8
+ARRAY_ALIGN = 16  # of a static array, in bytes
+TILELANG = 1024  # what the static arrays of a TileLang kernel take a multiple of, in bytes
 WIDTH = 116  # of a line of a docstring
 LANE, EACH_WARP, EACH_THREAD, COMMIT = "1 lane", "1 lane of each warp", "every thread", "a commit"
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "uint8": 1}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint32": 4, "int64": 8, "float8_e4m3fn": 1, "uint8": 1}
 
 
 class TableError(ValueError):
@@ -75,6 +78,7 @@ class Buffer(NamedTuple):
     dims: dict[str, int]
     align: int
     note: str
+    static: bool = False
 
     @property
     def bytes(self) -> int:
@@ -88,9 +92,12 @@ class Buffer(NamedTuple):
         return self.bytes // self.dims.get("stages", 1)
 
 
-def buffer(name: str, element: str, *, align: int = 16, note: str = "", **dims: int) -> Buffer:
-    """A buffer of these dims, in the order in which they are written in the docstring."""
-    return Buffer(name, element, dims, align, note)
+def buffer(name: str, element: str, *, align: int = 16, note: str = "", static: bool = False, **dims: int) -> Buffer:
+    """A buffer of these dims, in the order in which they are written in the docstring.
+
+    A static one has an array of its own, of a size that the compiler knows; the others share what a launch asks for.
+    """
+    return Buffer(name, element, dims, align, note, static)
 
 
 class Columns(NamedTuple):
@@ -123,7 +130,12 @@ class Table:
         pipelines: tuple[Pipeline, ...],
         buffers: tuple[Buffer, ...] = (),
         tensor_memory: tuple[Columns, ...] = (),
+        static: int = 0,
     ) -> None:
+        """With `static` the barriers and static buffers come first, in a multiple of so many bytes, as TileLang has it;
+        without it the barriers come last.
+        """
+        self.static = static
         self.roles = {role.name: role for role in roles}
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
         self.buffers = {each.name: each for each in buffers}
@@ -198,13 +210,25 @@ class Table:
             raise TableError(f"the table has no barrier {barrier}")
         return names.index(barrier)
 
+    def arrivals(self, barrier: str) -> list[int]:
+        """How many arrive at each of the barriers of this name."""
+        found = [count for name, count in self.barriers if name == barrier]
+        if not found:
+            raise TableError(f"the table has no barrier {barrier}")
+        return found
+
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory: the buffers in their order, then the barriers."""
-        end = 0
-        for each in self.buffers.values():
-            end = -(-end // each.align) * each.align + each.bytes
-        return -(-end // BARRIER_BYTES) * BARRIER_BYTES + BARRIER_BYTES * len(self.barriers)
+        """Bytes of shared memory: the buffers in their order, then the barriers; or as TileLang lays them out."""
+        if not self.static:
+            end = _laid_out(self.buffers.values())
+            return _up(end, BARRIER_BYTES) + BARRIER_BYTES * len(self.barriers)
+        names = [name for name, _ in self.barriers]
+        arrays = sum(_up(BARRIER_BYTES * names.count(name), ARRAY_ALIGN) for name in dict.fromkeys(names))
+        own = sum(_up(each.bytes, ARRAY_ALIGN) for each in self.buffers.values() if each.static)
+        # The largest first, whatever the order of the table.
+        shared = sorted((each for each in self.buffers.values() if not each.static), key=lambda each: -each.bytes)
+        return _up(arrays + own, self.static) + _laid_out(shared)
 
     @property
     def tensor_memory(self) -> int:
@@ -217,6 +241,17 @@ class Table:
         if name not in names:
             raise TableError(f"the table has no tiles {name} in tensor memory")
         return sum(each.count * each.columns for each in list(self.columns.values())[: names.index(name)])
+
+
+def _laid_out(buffers: Iterable[Buffer]) -> int:
+    end = 0
+    for each in buffers:
+        end = _up(end, each.align) + each.bytes
+    return end
+
+
+def _up(size: int, align: int) -> int:
+    return -(-size // align) * align
 
 
 def describe(tables: list[Table]) -> list[str]:

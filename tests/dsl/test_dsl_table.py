@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from msa_tiles.dsl.table import (
+    TILELANG,
     Buffer,
     Columns,
     Pipeline,
@@ -42,6 +43,22 @@ def test_what_a_table_knows() -> None:
     assert table.shared_memory == 1024 + 3 * 64 * 64 * 2 + 7 * 8
     with pytest.raises(TableError, match="no barrier once_free"):
         table.place("once_free")
+
+
+def test_how_tilelang_lays_a_table_out() -> None:
+    small = buffer("small", "float32", columns=33 * 128)
+    own = buffer("own", "int32", static=True, fields=2)
+    table = Table(ROLES, (ONCE, RING), (small, own, TILES), static=TILELANG)
+    # Barriers, an array for each of their names, and the array of eight bytes: less than a kilobyte. The largest buffer
+    # comes first, so that nothing is lost where the next one begins.
+    assert table.shared_memory == 1024 + TILES.bytes + small.bytes
+    tail = TILES._replace(dims={"rows": 8})
+    assert Table(ROLES, (), (tail, small), static=TILELANG).shared_memory == 17 * 1024 + tail.bytes
+    many = Pipeline("many", 64, (threads("reader"),), (warps("reader"),))
+    assert Table(ROLES, (many, ONCE), (), static=TILELANG).shared_memory == 2048
+    assert table.arrivals("ring_full") == [1 + 32] * 3
+    with pytest.raises(TableError, match="no barrier once_free"):
+        table.arrivals("once_free")
 
 
 @pytest.mark.parametrize(

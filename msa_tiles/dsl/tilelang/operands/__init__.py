@@ -7,16 +7,19 @@ A module here is one format. A skeleton imports it by a marked line and knows it
 Plain Python:
   TENSORS       what a call passes for it, as endings of its name: ("",), or ("", "_scale") for k, k_scale
   STARTS        whether a block has a way to go before its tile is free: then `start` begins it, in a ring of its own
+  multiplied(name, **scales)    the element of the tile that suits the format
+  parts(name, head_dim, block_size, stages, *, producer, readers, own, **scales)   its share of the kernel's table
+                (msa_tiles.dsl.table): the pipeline `name`, as deep as there are tiles, what it has besides, and its
+                buffers; without `own` the tiles and their pipeline are the kernel's
   Stored        what a kernel holds of those tensors
   Operand(name, head_dim, block_size, pages_per_block, element, **scales)   keys ("k") or values ("v"); `scales` are
                 the compile-time dims that only formats with scales have (token_scales)
     element     of the tile, and so of the other side of the product: queries, weights. Named, where the tile lies in
                 memory that others use too; None: what suits the format
     tensor(heads), scale(heads)   the parameters of the kernel
-    places(stages)                how many tiles there are, where a ring has so many stages
-    fold(value, stored, head)     times the scale that all rows of a head share
-  allocate(operand, stages, tiles) -> Held   shared memory; `tiles` is [places, block_size, head_dim], and given where
-                others use it too
+      fold(value, stored, head)     times the scale that all rows of a head share
+  allocate(operand, table, stages, tiles) -> Held   shared memory, as the table says; `tiles` is [places, block_size,
+                head_dim], and given where others use it too
 
 Macros, whose first argument is an operand:
   start(…, stage, rows, thread)          the producer warpgroup: a block into a stage of the ring of those that start

@@ -13,12 +13,41 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, threads
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 
 TENSORS = ("", "_scale")
 STARTS = True
 STORED = "float8_e4m3fn"
+
+
+@declares
+def multiplied(name, token_scales):
+    """The element of the product that keys ("k") or values ("v") are part of."""
+    return "bfloat16" if name == "k" or token_scales else "float16"
+
+
+@declares
+def parts(name, head_dim, block_size, stages, *, producer, readers, own=True, token_scales):
+    """A ring of blocks as they are stored, which TMA fills, and one decoded tile."""
+    element = multiplied(name, token_scales)
+    raw = buffer(f"{name}_raw", "float8_e4m3fn", align=1024, stages=stages, block_size=block_size, head_dim=head_dim)
+    tile = buffer(f"{name}_tiles", element, align=1024, places=1, block_size=block_size, head_dim=head_dim)
+    scales = buffer(f"{name}_scales", "float32", static=True, places=1, block_size=block_size)
+    coming = buffer(f"{name}_coming", "float32", static=True, stages=stages, block_size=block_size)
+    landed = Pipeline(f"{name}_raw", stages, (threads(producer),), fills=(raw.name,))
+    decoded = Pipeline(name, 1, (threads(producer),), tuple(map(threads, readers)))
+    return Parts(
+        (landed, *((decoded,) if own else ())),
+        (
+            raw,
+            *((tile,) if own else ()),
+            *((scales,) if token_scales else ()),
+            *((coming,) if token_scales and stages > 1 else ()),
+        ),
+    )
 
 
 class Stored(NamedTuple):
@@ -50,7 +79,7 @@ class Operand:
         self.block_size = block_size
         self.pages_per_block = pages_per_block
         self.token_scales = token_scales
-        self.element = element or ("bfloat16" if name == "k" or token_scales else "float16")
+        self.element = element or multiplied(name, token_scales)
 
     def tensor(self, heads):
         """[total_k, heads, head_dim], or [pages, heads, page, head_dim] with pages_per_block > 0."""
@@ -71,26 +100,20 @@ class Operand:
         shape = (pages, heads, self.block_size // self.pages_per_block)
         return T.StridedTensor(shape, (page_stride, head_stride, row_stride), "float32")
 
-    def places(self, stages):
-        return 1
-
     def fold(self, value, stored, head):
         return value if self.token_scales else value * stored.scales[head]
 
 
-def allocate(operand, stages, tiles=None):
-    shape = [operand.block_size, operand.head_dim]
-    raw = T.alloc_shared([stages, *shape], STORED)
-    landed = T.alloc_barrier(arrive_count=[128] * stages)
+def allocate(operand, table, stages, tiles=None):
+    name = operand.name
+    raw = make_buffer(table, f"{name}_raw")
+    landed = make_barrier(table, f"{name}_raw_full")
     if tiles is None:
-        tiles = T.alloc_shared([1, *shape], operand.element)
+        tiles = make_buffer(table, f"{name}_tiles")
     scales = coming = None
     if operand.token_scales:
-        scales = T.alloc_shared([1, operand.block_size], "float32", scope="shared")
-        if stages == 1:
-            coming = T.alloc_local([1], "float32")
-        else:
-            coming = T.alloc_shared([stages, operand.block_size], "float32", scope="shared")
+        scales = make_buffer(table, f"{name}_scales")
+        coming = T.alloc_local([1], "float32") if stages == 1 else make_buffer(table, f"{name}_coming")
     return Held(raw, landed, tiles, scales, coming)
 
 

@@ -4,11 +4,30 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, threads
 from msa_tiles.dsl.tilelang.keys import block_keys
+from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.stages import load_stage
 
 TENSORS = ("",)
 STARTS = False
+
+
+@declares
+def parts(name, head_dim, block_size, stages, *, producer, readers, own=True):
+    """A ring of tiles, which TMA fills."""
+    if not own:
+        return Parts((), ())
+    tiles = buffer(f"{name}_tiles", "bfloat16", align=1024, stages=stages, block_size=block_size, head_dim=head_dim)
+    return Parts(
+        (Pipeline(name, stages, (threads(producer),), tuple(map(threads, readers)), fills=(tiles.name,)),), (tiles,)
+    )
+
+
+@declares
+def multiplied(name):
+    """The element of the product that keys ("k") or values ("v") are part of."""
+    return "bfloat16"
 
 
 class Stored(NamedTuple):
@@ -40,17 +59,12 @@ class Operand:
         layout = block_keys(heads, self.head_dim, self.block_size, self.pages_per_block, self.name)
         return T.StridedTensor(*layout, self.element)
 
-    def places(self, stages):
-        return stages
-
     def fold(self, value, stored, head):
         return value
 
 
-def allocate(operand, stages, tiles=None):
-    if tiles is None:
-        tiles = T.alloc_shared([stages, operand.block_size, operand.head_dim], operand.element)
-    return Held(tiles)
+def allocate(operand, table, stages, tiles=None):
+    return Held(make_buffer(table, f"{operand.name}_tiles") if tiles is None else tiles)
 
 
 @T.macro

@@ -25,8 +25,10 @@ several tasks of nearly equal size, so that no CTA works long after the others.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Role, Table, buffer, declares
 from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scan import inclusive_sums
+from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most, last_visible
 
 WARPS = 16  # <- tile.warps
@@ -43,6 +45,20 @@ THREADS = WARPS * 32
 PER_THREAD = BLOCKS // THREADS
 
 
+@declares
+def cta(block_size):
+    return Table(
+        roles=(Role("everybody", WARPS, "a contiguous run of the window's queries each, in order"),),
+        pipelines=(),
+        buffers=(
+            buffer("counter", "int32", warps=WARPS, blocks=BLOCKS),
+            buffer("cut", "int32", blocks=BLOCKS),
+            buffer("warp_sums", "int32", kinds=2, warps=WARPS),
+        ),
+        static=TILELANG,
+    )
+
+
 def build_schedule(block_size: int):
     """Build the kernel for one block size.
 
@@ -50,6 +66,7 @@ def build_schedule(block_size: int):
     are dropped. Writes edges [num_windows, num_kv_heads, window * topk], tasks [.., max_tasks, 4] and the number of
     tasks, counts [num_windows, num_kv_heads].
     """
+    table = cta(block_size)
     num_kv_heads, total_q, topk, num_requests_1, num_requests = T.dynamic(
         "num_kv_heads, total_q, topk, num_requests_1, num_requests"
     )
@@ -168,10 +185,10 @@ def build_schedule(block_size: int):
     ):
         # Tasks have room for one of each block, and for one of every CHUNK edges.
         parts = T.max(T.min(T.ceildiv(max_tasks - num_edges // CHUNK, BLOCKS), PARTS), 1)
-        with T.Kernel(num_windows, num_kv_heads, parts, threads=THREADS) as (window_index, head, part):
-            counter = T.alloc_shared([WARPS, BLOCKS], "int32", scope="shared.dyn")
-            cut = T.alloc_shared([BLOCKS], "int32", scope="shared.dyn")
-            warp_sums = T.alloc_shared([2, WARPS], "int32", scope="shared.dyn")
+        with T.Kernel(num_windows, num_kv_heads, parts, threads=table.threads) as (window_index, head, part):
+            counter = make_buffer(table, "counter")
+            cut = make_buffer(table, "cut")
+            warp_sums = make_buffer(table, "warp_sums")
             # Of a thread's blocks: edges, the counters of one warp, and where its next edge goes.
             totals = T.alloc_local([PER_THREAD], "int32")
             part_counts = T.alloc_local([PER_THREAD], "int32")

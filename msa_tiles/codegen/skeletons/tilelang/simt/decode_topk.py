@@ -2,22 +2,42 @@
 
 Grid: (token, KV head), tokens on the axis that may be longer than 65,535. How the best are found is described in
 msa_tiles.dsl.tilelang.threshold; every score is read once.
+
+# <- cta
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Role, Table, buffer, declares
 from msa_tiles.dsl.tilelang.layout import strides
+from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 
-THREADS = 256  # <- tile.threads
+WARPS = 8  # <- tile.warps
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_thread_storage_sync": True,
 }
-WARPS = THREADS // 32
+THREADS = WARPS * 32
 LIST = 64
+
+
+@declares
+def cta(max_blocks):
+    return Table(
+        roles=(Role("everybody", WARPS, "the scores of a row, each warp its share"),),
+        pipelines=(),
+        buffers=(
+            buffer("sums", "int32", halves=2, warps=2 * WARPS),
+            buffer("candidate_ids", "int32", candidates=32 * WARPS),
+            buffer("candidate_keys", "uint32", candidates=32 * WARPS),
+            buffer("listed_ids", "int32", listed=LIST),
+            buffer("listed_keys", "uint32", listed=LIST),
+        ),
+        static=TILELANG,
+    )
 
 
 def decode_topk(max_blocks: int):
@@ -27,6 +47,7 @@ def decode_topk(max_blocks: int):
     a row may choose from: valid_mode 0 by the query's position, 1 num_valid_scalar, 2 num_valid[token]. order: 0
     ascending ids, 1 as ranked (init, local, descending score), 2 init, descending score, local last.
     """
+    table = cta(max_blocks)
     per_thread = max_blocks // THREADS
     num_index_heads, num_kv_heads, total_q, width, k = T.dynamic("num_index_heads, num_kv_heads, total_q, width, k")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
@@ -51,12 +72,12 @@ def decode_topk(max_blocks: int):
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(total_q, num_kv_heads, threads=THREADS) as (token, head):
-            sums = T.alloc_shared([2, 2 * WARPS], "int32", scope="shared.dyn")
-            candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared.dyn")
-            candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared.dyn")
-            listed_ids = T.alloc_shared([LIST], "int32", scope="shared.dyn")
-            listed_keys = T.alloc_shared([LIST], "uint32", scope="shared.dyn")
+        with T.Kernel(total_q, num_kv_heads, threads=table.threads) as (token, head):
+            sums = make_buffer(table, "sums")
+            candidate_ids = make_buffer(table, "candidate_ids")
+            candidate_keys = make_buffer(table, "candidate_keys")
+            listed_ids = make_buffer(table, "listed_ids")
+            listed_keys = make_buffer(table, "listed_keys")
             read = T.alloc_local([per_thread], "float32")
             keys = T.alloc_local([per_thread], "uint32")
             request = T.alloc_local([1], "int32")

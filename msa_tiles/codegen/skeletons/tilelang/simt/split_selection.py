@@ -10,12 +10,14 @@ until a tile has `fill`; a block's rank is its place in the list. What no shared
 row of `rest`. Places come from votes: a lane counts the lanes below it that have something to write too. Where rows are
 short, a warp reads and writes several queries at a time.
 
-Shared memory: three int32 for each entry of each warp, namely its row, what ranks it, and its owner.
+# <- cta
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Role, Table, buffer, declares
 from msa_tiles.dsl.tilelang.layout import strides
+from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_visible
 from msa_tiles.dsl.tilelang.warp import ballot, bits_below, count_bits, first_bit
 
@@ -31,6 +33,24 @@ CUT, VALID_SHIFT = 1 << 8, 9
 ENTRY, TWIN, SHARED = (1 << 16) - 1, 1 << 16, 1 << 17
 
 
+@declares
+def cta(block_size, tile_tokens):
+    entries = tile_tokens * LONGEST
+    return Table(
+        roles=(Role("everybody", WARPS, "a tile each"),),
+        pipelines=(),
+        buffers=(
+            buffer("rows", "int32", warps=WARPS, entries=entries, note="where its block begins"),
+            buffer("marks", "int32", warps=WARPS, entries=entries, note="what ranks it"),
+            buffer("owners", "int32", warps=WARPS, entries=entries),
+            buffer("starts", "int32", warps=WARPS, queries=tile_tokens),
+            buffer("limits", "int32", warps=WARPS, queries=tile_tokens),
+            buffer("lengths", "int32", warps=WARPS, queries=tile_tokens),
+        ),
+        static=TILELANG,
+    )
+
+
 def split_selection(block_size: int, tile_tokens: int):
     """Build the kernel for one block size and number of queries per tile.
 
@@ -41,7 +61,7 @@ def split_selection(block_size: int, tile_tokens: int):
     select it), with their number in shared_counts [num_kv_heads, tiles]; last_rows [total_q], the row of the last key
     that a query sees, -1 for none. tile_tokens is at most 8.
     """
-    entries_most = tile_tokens * LONGEST
+    table = cta(block_size, tile_tokens)
     num_kv_heads, total_q, topk, num_requests_1, num_requests = T.dynamic(
         "num_kv_heads, total_q, topk, num_requests_1, num_requests"
     )
@@ -65,13 +85,13 @@ def split_selection(block_size: int, tile_tokens: int):
         use_positions: T.int32,
         fill: T.int32,
     ):
-        with T.Kernel(T.ceildiv(num_tiles, WARPS), num_kv_heads, threads=WARPS * 32) as (tile_group, head):
-            rows = T.alloc_shared([WARPS, entries_most], "int32", scope="shared.dyn")
-            marks = T.alloc_shared([WARPS, entries_most], "int32", scope="shared.dyn")
-            owners = T.alloc_shared([WARPS, entries_most], "int32", scope="shared.dyn")
-            starts = T.alloc_shared([WARPS, tile_tokens], "int32", scope="shared.dyn")
-            limits = T.alloc_shared([WARPS, tile_tokens], "int32", scope="shared.dyn")
-            lengths = T.alloc_shared([WARPS, tile_tokens], "int32", scope="shared.dyn")
+        with T.Kernel(T.ceildiv(num_tiles, WARPS), num_kv_heads, threads=table.threads) as (tile_group, head):
+            rows = make_buffer(table, "rows")
+            marks = make_buffer(table, "marks")
+            owners = make_buffer(table, "owners")
+            starts = make_buffer(table, "starts")
+            limits = make_buffer(table, "limits")
+            lengths = make_buffer(table, "lengths")
             request = T.alloc_local([1], "int32")
             start = T.alloc_var("int32")
             limit = T.alloc_var("int32")

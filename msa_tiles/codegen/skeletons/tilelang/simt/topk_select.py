@@ -9,13 +9,14 @@ NaN.
 
 import tilelang.language as T
 
-from msa_tiles.dsl.tilelang.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
+from msa_tiles.dsl.table import TILELANG, Role, Table, buffer, declares
+from msa_tiles.dsl.tilelang.candidates import Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
 from msa_tiles.dsl.tilelang.layout import strides
+from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.warp import WARP
 
 WARPS = 8  # <- tile.warps
 ROWS = 8  # <- tile.rows
-THREADS = WARPS * WARP
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_safe_memory_legalize": True,
@@ -23,6 +24,21 @@ PASS_CONFIGS = {
 }
 # Warps per SM for each list capacity: a chunk and a share of the list are kept in registers.
 RESIDENT = {8: 32, 16: 32, 32: 24, 64: 16}
+
+
+@declares
+def cta(topk):
+    slots = max(topk // 16, 1)
+    return Table(
+        roles=(Role("everybody", WARPS, "a row each"),),
+        pipelines=(),
+        buffers=(
+            buffer("pool", "int32", warps=WARPS, entries=32 * slots),
+            buffer("ids", "int32", warps=WARPS, entries=16 * slots),
+            buffer("keys", "int32", warps=WARPS, entries=16 * slots),
+        ),
+        static=TILELANG,
+    )
 
 
 def rows_of(lanes_log2):
@@ -41,6 +57,7 @@ def topk_select(topk: int):
     No warp waits for another.
     """
     slots = slots_of(topk)
+    table = cta(topk)
     num_index_heads, num_kv_heads, total_q, max_blocks, k = T.dynamic(
         "num_index_heads, num_kv_heads, total_q, max_blocks, k"
     )
@@ -68,11 +85,13 @@ def topk_select(topk: int):
         order: T.int32,
         lanes_log2: T.int32,
     ):
-        with T.Kernel(num_kv_heads * T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=THREADS) as cta:
+        with T.Kernel(
+            num_kv_heads * T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=table.threads
+        ) as cta_index:
             T.annotate_min_blocks_per_sm(RESIDENT[topk] // WARPS)
-            pool = T.alloc_shared([WARPS, WARP * slots], "int32", scope="shared.dyn")
-            ids = T.alloc_shared([WARPS, SHARE * slots], "int32", scope="shared.dyn")
-            keys = T.alloc_shared([WARPS, SHARE * slots], "int32", scope="shared.dyn")
+            pool = make_buffer(table, "pool")
+            ids = make_buffer(table, "ids")
+            keys = make_buffer(table, "keys")
             counted = T.alloc_local([1], "int32")
             kept = T.alloc_local([1], "int32")
             place = T.alloc_local([1], "int32")
@@ -85,8 +104,8 @@ def topk_select(topk: int):
             # A variable: an expression is computed wherever it is used, and this one is a division.
             head = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            head = T.truncmod(cta, num_kv_heads)
-            tile = T.truncdiv(cta, num_kv_heads)
+            head = T.truncmod(cta_index, num_kv_heads)
+            tile = T.truncdiv(cta_index, num_kv_heads)
             # From lane 0, which tells the compiler that all lanes have the same.
             warp = T.shfl_sync(tx // WARP, 0)
             lane = tx % WARP

@@ -4,12 +4,7 @@ Grid: num_ctas CTAs. The unit of work is one KV block for one query tile; the un
 request after request, tile after tile, block after block, and every CTA takes a run of it, equal to within one unit,
 whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries of a request with all their index heads.
 
-Warps
-  warpgroup 0   consumer: loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores
-  warpgroup 1   producer: streams the index keys, one block a stage
-
-Pipeline (name: depth, arrivals)
-  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, the 128 consumer threads
+# <- cta
 
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
 work on 64 rows however few of them hold a query.
@@ -17,10 +12,12 @@ work on 64 rows however few of them hold a query.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -32,7 +29,24 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,
 }
 ROWS = 64
-SLOTS = 2 * STAGES  # % if precision.scale
+
+
+@declares
+def cta(head_dim, block_size, pages_per_block, key_scales=0):
+    scale = buffer("key_scale", "float32", slots=2 * STAGES, keys=128, note="twice the ring")
+    return Table(
+        roles=(
+            Role("consumer", 4, "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores"),
+            Role("producer", 4, "streams the index keys, one block a stage"),
+        ),
+        pipelines=(Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),), fills=("keys",)),),
+        buffers=(
+            buffer("queries", ELEMENT, align=1024, rows=ROWS, head_dim=head_dim),
+            buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            *((scale,) if key_scales else ()),
+        ),
+        static=TILELANG,
+    )
 
 
 def decode_score(
@@ -53,6 +67,10 @@ def decode_score(
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
     # % endif
     """
+    table = cta(
+        head_dim, block_size, pages_per_block,
+        key_scales,  # % if precision.scale
+    )  # fmt: skip
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
@@ -106,15 +124,16 @@ def decode_score(
         causal: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=256) as cta:
-            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
+        with T.Kernel(num_ctas, threads=table.threads) as cta_index:
+            Q_shared = make_buffer(table, "queries")
+            K_shared = make_buffer(table, "keys")
             # % if precision.scale
-            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
+            if key_scales:
+                key_scale = make_buffer(table, "key_scale")
             scale_read = T.alloc_local([1], "float32")
             # % endif
-            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            k_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            k_full = make_barrier(table, "k_full")
+            k_free = make_barrier(table, "k_free")
             length = T.alloc_local([1], "int32")
             tiles = T.alloc_local([1], "int32")
             blocks = T.alloc_local([1], "int32")
@@ -137,8 +156,8 @@ def decode_score(
                 measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, b, tile_queries, length, tiles, blocks)
                 total = total + tiles[0] * blocks[0]
             # This CTA's run: `left` units from unit `skip` on.
-            left = T.truncdiv(total, num_ctas) + T.if_then_else(cta < T.truncmod(total, num_ctas), 1, 0)
-            skip = cta * T.truncdiv(total, num_ctas) + T.min(cta, T.truncmod(total, num_ctas))
+            left = T.truncdiv(total, num_ctas) + T.if_then_else(cta_index < T.truncmod(total, num_ctas), 1, 0)
+            skip = cta_index * T.truncdiv(total, num_ctas) + T.min(cta_index, T.truncmod(total, num_ctas))
             request[0] = 0
             tile[0] = 0
             first_block = 0

@@ -5,10 +5,6 @@ selected it; tasks are claimed through one atomic counter, head after head, so t
 work stay in L2. Everything is transposed, keys along the rows of an accumulator: consumer w owns the keys 64 w to
 64 w + 63 of the block, with K in registers.
 
-Warps
-  warpgroups 0 .. consumers-1   block_size // 64 of them, all of which take every tile
-  warpgroup consumers           producer: claims tasks, loads K and idx_k, gathers the queries
-
 Edges are taken EDGES at a time, a chunk, in tiles of 64 query rows: 64 // rows_per_query queries, each with its `group`
 heads in the first of rows_per_query rows (8 is the least that keeps a 128-byte swizzle atom whole; rows past `group`
 hold stale data, and are left out of the sum). Of a tile, S = K Q^T and exp2 give the heads' probabilities in BF16; a
@@ -22,13 +18,9 @@ The second needs all keys of dS, which the consumers exchange through shared mem
 chunk later, so that no consumer waits for the other: while one multiplies, the other takes exponentials. Before the
 products of a chunk's end, the first S of the next chunk is on its way.
 
-Pipelines (name: depth, arrivals)
-  k_full, keys_full: 1, 128 producer threads + TMA bytes    k_free, keys_free: 1, all consumer threads
-  q_full: STAGES, 128 producer threads + TMA bytes          q_free: STAGES, all consumer threads
-  chunk_full: CHUNKS, 128 producer threads                  chunk_free: CHUNKS, all consumer threads
-  exchanged: 2, all consumer threads, once their keys of dS are written. A consumer passes it before it writes the other
-             buffer, so that the products that read that one are over
+# <- cta
 
+A consumer passes `exchanged` before it writes the other buffer of dS, so that the products that read that one are over.
 K is free as soon as it is in registers, so that the next task's K is loaded during this one; idx_k is loaded after the
 first chunk's tiles, and needed behind them.
 
@@ -37,8 +29,10 @@ Edges and tasks are laid out as the sparse_attention kernel documents them.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
@@ -55,6 +49,42 @@ PASS_CONFIGS = {
 ROWS = 64
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+
+
+@declares
+def cta(head_dim, index_dim, block_size, group, prefix):
+    consumers = block_size // 64
+    halves = index_dim // 64
+    queries = ROWS // max(group, 8)
+    everybody = (threads("consumers"),)
+    return Table(
+        roles=(
+            Role("consumers", 4 * consumers, "a warpgroup for every 64 keys; all take every tile", CONSUMER_REGISTERS),
+            Role("producer", 4, "claims tasks, loads K and idx_k, gathers the queries", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("k", 1, (threads("producer"),), everybody, fills=("k_tile",)),
+            Pipeline("keys", 1, (threads("producer"),), everybody, fills=("idx_k_tile",)),
+            Pipeline("q", STAGES, (threads("producer"),), everybody, fills=("queries",)),
+            Pipeline("chunk", CHUNKS, (threads("producer"),), everybody),
+            Pipeline("exchanged", 2, everybody),
+        ),
+        buffers=(
+            buffer("k_tile", ELEMENT, align=1024, consumers=consumers, rows=ROWS, head_dim=head_dim),
+            buffer("idx_k_tile", ELEMENT, align=1024, halves=halves * consumers, rows=ROWS, columns=64),
+            buffer("queries", ELEMENT, align=1024, stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer("index_queries", ELEMENT, align=1024, chunks=CHUNKS * halves, edges=EDGES, columns=64),
+            buffer("ones", ELEMENT, align=1024, tiles=EDGES // queries, edges=EDGES, rows=ROWS),
+            buffer("score_gradients", ELEMENT, align=1024, turns=2 * consumers, edges=EDGES, rows=ROWS),
+            buffer("edges", "int32", static=True, chunks=CHUNKS, edges=EDGES),
+            buffer("lse", "float32", static=True, chunks=CHUNKS, rows=EDGES * max(group, 8)),
+            buffer("index_lse", "float32", static=True, chunks=CHUNKS, edges=EDGES),
+            buffer("weights", "float32", static=True, chunks=CHUNKS, edges=EDGES),
+            buffer("task", "int32", static=True, fields=2),
+            buffer("claim", "int32", static=True, turns=2, fields=2),
+        ),
+        static=TILELANG,
+    )
 
 
 def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix: int):
@@ -78,6 +108,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
     # Where there is no second consumer, its registers are left: addresses of 64 bits take more than 56.
     producer_registers = PRODUCER_REGISTERS * (3 - consumers)
 
+    table = cta(head_dim, index_dim, block_size, group, prefix)
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, num_rows, topk, num_edges, num_tasks = T.dynamic("num_windows, num_rows, topk, num_edges, num_tasks")
     q_token, q_head, k_token, k_head = strides("q_token, q_head, k_token, k_head")
@@ -318,28 +349,28 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
         window_index: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=(consumers + 1) * 128):
-            K_shared = T.alloc_shared([consumers, ROWS, head_dim], ELEMENT)
-            keys_shared = T.alloc_shared([index_halves * consumers, ROWS, 64], ELEMENT)
-            Q_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
-            idx_q_shared = T.alloc_shared([CHUNKS * index_halves, EDGES, 64], ELEMENT)
-            ones_shared = T.alloc_shared([tiles_per_chunk, EDGES, ROWS], ELEMENT)
-            dS_shared = T.alloc_shared([2 * consumers, EDGES, ROWS], ELEMENT)
-            edge_shared = T.alloc_shared([CHUNKS, EDGES], "int32", scope="shared")
-            lse_shared = T.alloc_shared([CHUNKS, EDGES * rows_per_query], "float32", scope="shared")
-            index_lse_shared = T.alloc_shared([CHUNKS, EDGES], "float32", scope="shared")
-            weight_shared = T.alloc_shared([CHUNKS, EDGES], "float32", scope="shared")
-            task_shared = T.alloc_shared([2], "int32", scope="shared")
-            claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
-            k_full = T.alloc_barrier(arrive_count=128)
-            keys_full = T.alloc_barrier(arrive_count=128)
-            k_free = T.alloc_barrier(arrive_count=consumers * 128)
-            keys_free = T.alloc_barrier(arrive_count=consumers * 128)
-            q_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            q_free = T.alloc_barrier(arrive_count=[consumers * 128] * STAGES)
-            chunk_full = T.alloc_barrier(arrive_count=[128] * CHUNKS)
-            chunk_free = T.alloc_barrier(arrive_count=[consumers * 128] * CHUNKS)
-            exchanged = T.alloc_barrier(arrive_count=[consumers * 128] * 2)
+        with T.Kernel(num_ctas, threads=table.threads):
+            K_shared = make_buffer(table, "k_tile")
+            keys_shared = make_buffer(table, "idx_k_tile")
+            Q_shared = make_buffer(table, "queries")
+            idx_q_shared = make_buffer(table, "index_queries")
+            ones_shared = make_buffer(table, "ones")
+            dS_shared = make_buffer(table, "score_gradients")
+            edge_shared = make_buffer(table, "edges")
+            lse_shared = make_buffer(table, "lse")
+            index_lse_shared = make_buffer(table, "index_lse")
+            weight_shared = make_buffer(table, "weights")
+            task_shared = make_buffer(table, "task")
+            claim_shared = make_buffer(table, "claim")
+            k_full = make_barrier(table, "k_full")
+            keys_full = make_barrier(table, "keys_full")
+            k_free = make_barrier(table, "k_free")
+            keys_free = make_barrier(table, "keys_free")
+            q_full = make_barrier(table, "q_full")
+            q_free = make_barrier(table, "q_free")
+            chunk_full = make_barrier(table, "chunk_full")
+            chunk_free = make_barrier(table, "chunk_free")
+            exchanged = make_barrier(table, "exchanged_full")
             tx = T.get_thread_binding()
             for tile, i, j in T.Parallel(tiles_per_chunk, EDGES, ROWS):
                 ones_shared[tile, i, j] = T.if_then_else(i == tile * queries + j // rows_per_query, 1.0, 0.0)

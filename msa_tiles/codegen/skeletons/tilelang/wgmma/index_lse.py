@@ -4,15 +4,17 @@ Grid: (task, KV head, window), a CTA for every place in the lists of tasks; thos
 One warpgroup: idx_k of the task's block stays in shared memory, tiles of 64 edges go by, one a row. The queries are
 gathered with 16-byte loads into two buffers in turn; several CTAs share an SM and hide each other's latencies.
 
-Barrier: keys_full, 128 threads + TMA bytes.
+# <- cta
 
 Edges and tasks are laid out as the sparse_attention kernel documents them.
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
@@ -25,6 +27,20 @@ PASS_CONFIGS = {
 LN_2 = 0.6931471805599453
 
 
+@declares
+def cta(index_dim, block_size):
+    halves = index_dim // 64
+    return Table(
+        roles=(Role("everybody", 4, "gathers the queries of a tile, S = Q K^T, their sums"),),
+        pipelines=(Pipeline("keys", 1, (threads("everybody"),), fills=("keys",)),),
+        buffers=(
+            buffer("keys", ELEMENT, align=1024, halves=halves, block_size=block_size, columns=64),
+            buffer("queries", ELEMENT, align=1024, halves=2 * halves, rows=ROWS, columns=64),
+        ),
+        static=TILELANG,
+    )
+
+
 def index_lse(index_dim: int, block_size: int):
     """Build the kernel for one index dim and block size.
 
@@ -33,6 +49,7 @@ def index_lse(index_dim: int, block_size: int):
     that window. Of slots without an edge nothing is written. scale_log2 is the scale times log2(e), positive. Heads
     past the schedule's last one share that.
     """
+    table = cta(index_dim, block_size)
     halves = index_dim // 64
     loads = ROWS // 16
 
@@ -53,10 +70,10 @@ def index_lse(index_dim: int, block_size: int):
         first_window: T.int32,
         windows: T.int32,
     ):
-        with T.Kernel(num_tasks, num_kv_heads, windows, threads=128) as (task, head, part):
-            keys_shared = T.alloc_shared([halves, block_size, 64], ELEMENT)
-            idx_q_shared = T.alloc_shared([2 * halves, ROWS, 64], ELEMENT)
-            keys_full = T.alloc_barrier(arrive_count=128)
+        with T.Kernel(num_tasks, num_kv_heads, windows, threads=table.threads) as (task, head, part):
+            keys_shared = make_buffer(table, "keys")
+            idx_q_shared = make_buffer(table, "queries")
+            keys_full = make_barrier(table, "keys_full")
             S = T.alloc_fragment([ROWS, block_size], "float32")
             row_max = T.alloc_fragment([ROWS], "float32")
             row_sum = T.alloc_fragment([ROWS], "float32")

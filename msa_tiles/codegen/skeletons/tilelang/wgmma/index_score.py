@@ -4,13 +4,7 @@ Grid: a CTA for every index head of every tile slot, the tiles with the longest 
 others end at 65,535. A tile is CONSUMERS * 64 consecutive queries of one request; slots follow
 msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
-Warps
-  warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, stores
-  warpgroup CONSUMERS           producer: loads Q once, then streams the index keys, one block a stage
-
-Pipelines (name: depth, arrivals)
-  q_full: 1, 128 producer threads + TMA bytes
-  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
+# <- cta
 
 The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to
 16i+15; their maxima gather in shared memory, GATHER blocks a row, and leave as whole 128-byte lines.
@@ -18,10 +12,12 @@ The consumer has two score tiles: one is multiplied while the other is reduced. 
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -38,6 +34,33 @@ ROWS = 64
 TILE = CONSUMERS * ROWS
 GATHER = 32
 SLOTS = 2 * STAGES  # % if precision.scale
+
+
+@declares
+def cta(head_dim, block_size, pages_per_block, key_scales=0):
+    scale = buffer("key_scale", "float32", slots=2 * STAGES, keys=128, note="twice the ring")
+    return Table(
+        roles=(
+            Role(
+                "consumers",
+                4 * CONSUMERS,
+                "a warpgroup takes 64 query rows: S = Q K^T for two KV blocks in turn, row maxima, stores",
+                CONSUMER_REGISTERS,
+            ),
+            Role("producer", 4, "loads Q once, then streams the index keys, one block a stage", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("q", 1, (threads("producer"),), fills=("queries",)),
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),), fills=("keys",)),
+        ),
+        buffers=(
+            buffer("queries", ELEMENT, align=1024, consumers=CONSUMERS, rows=ROWS, head_dim=head_dim),
+            buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            buffer("gathered", "float32", consumers=CONSUMERS, rows=ROWS, blocks=GATHER + 1),
+            *((scale,) if key_scales else ()),
+        ),
+        static=TILELANG,
+    )
 
 
 def index_score(
@@ -57,6 +80,10 @@ def index_score(
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
     # % endif
     """
+    table = cta(
+        head_dim, block_size, pages_per_block,
+        key_scales,  # % if precision.scale
+    )  # fmt: skip
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
@@ -201,17 +228,17 @@ def index_score(
         use_k_scale: T.int32,  # % if precision.scale
         causal: T.int32,
     ):
-        with T.Kernel(num_index_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
-            Q_shared = T.alloc_shared([CONSUMERS, ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
-            gathered = T.alloc_shared([CONSUMERS, ROWS, GATHER + 1], "float32", scope="shared.dyn")
+        with T.Kernel(num_index_heads * (total_q // TILE + num_starts), threads=table.threads) as cta_index:
+            Q_shared = make_buffer(table, "queries")
+            K_shared = make_buffer(table, "keys")
+            gathered = make_buffer(table, "gathered")
             # % if precision.scale
-            key_scale = T.alloc_shared([SLOTS, 128], "float32", scope="shared.dyn")
+            key_scale = make_buffer(table, "key_scale") if key_scales else None
             scale_read = T.alloc_local([1], "float32")
             # % endif
-            q_full = T.alloc_barrier(arrive_count=128)
-            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
+            q_full = make_barrier(table, "q_full")
+            k_full = make_barrier(table, "k_full")
+            k_free = make_barrier(table, "k_free")
             request = T.alloc_local([1], "int32")
             length = T.alloc_var("int32")
             end_token = T.alloc_var("int32")
@@ -222,8 +249,8 @@ def index_score(
             head = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            head = T.truncmod(cta, num_index_heads)
-            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta, num_index_heads)
+            head = T.truncmod(cta_index, num_index_heads)
+            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta_index, num_index_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
             length = 0

@@ -4,13 +4,7 @@ Grid: a CTA for every KV head of every tile slot, the tiles with the longest pre
 others end at 65,535. A tile is CONSUMERS * 64 consecutive queries of one request; slots follow
 msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows that belong to nobody.
 
-Warps
-  warpgroups 0 .. CONSUMERS-1   64 query rows each: S = Q K^T for two KV blocks in turn, row maxima, top-k lists
-  warpgroup CONSUMERS           producer: loads Q once, then streams the index keys, one block a stage
-
-Pipelines (name: depth, arrivals)
-  q_full: 1, 128 producer threads + TMA bytes
-  k_full: STAGES, 128 producer threads + TMA bytes      k_free: STAGES, all consumer threads
+# <- cta
 
 The consumer has two score tiles: one is multiplied while the other is reduced; a list of 64 leaves it
 registers for one. Row maxima pass through
@@ -21,10 +15,12 @@ maximum also runs over the heads.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import topk as top
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -41,6 +37,33 @@ ROWS = 64
 TILE = CONSUMERS * ROWS
 
 
+@declares
+def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
+    return Table(
+        roles=(
+            Role(
+                "consumers",
+                4 * CONSUMERS,
+                "a warpgroup takes 64 query rows: S = Q K^T for two KV blocks in turn, row maxima, top-k lists",
+                CONSUMER_REGISTERS,
+            ),
+            Role("producer", 4, "loads Q once, then streams the index keys, one block a stage", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("q", 1, (threads("producer"),), fills=("queries",)),
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),), fills=("keys",)),
+        ),
+        buffers=(
+            buffer(
+                "queries", ELEMENT, align=1024, consumers=CONSUMERS, heads=heads_per_group, rows=ROWS, head_dim=head_dim
+            ),
+            buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            buffer("maxima", "float32", consumers=CONSUMERS, blocks=2, rows=ROWS),
+        ),
+        static=TILELANG,
+    )
+
+
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
     """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
 
@@ -48,6 +71,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
     """
+    table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block)
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
@@ -224,13 +248,13 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads * (total_q // TILE + num_starts), threads=(CONSUMERS + 1) * 128) as cta:
-            Q_shared = T.alloc_shared([CONSUMERS, heads_per_group, ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
-            max_shared = T.alloc_shared([CONSUMERS, 2, ROWS], "float32", scope="shared.dyn")
-            q_full = T.alloc_barrier(arrive_count=128)
-            k_full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            k_free = T.alloc_barrier(arrive_count=[CONSUMERS * 128] * STAGES)
+        with T.Kernel(num_kv_heads * (total_q // TILE + num_starts), threads=table.threads) as cta_index:
+            Q_shared = make_buffer(table, "queries")
+            K_shared = make_buffer(table, "keys")
+            max_shared = make_buffer(table, "maxima")
+            q_full = make_barrier(table, "q_full")
+            k_full = make_barrier(table, "k_full")
+            k_free = make_barrier(table, "k_free")
             request = T.alloc_local([1], "int32")
             least = T.alloc_local([1], "int32")
             most = T.alloc_local([1], "int32")
@@ -241,8 +265,8 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             head = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            head = T.truncmod(cta, num_kv_heads)
-            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta, num_kv_heads)
+            head = T.truncmod(cta_index, num_kv_heads)
+            slot = total_q // TILE + num_starts - 1 - T.truncdiv(cta_index, num_kv_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, TILE, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // TILE - request[0]) * TILE
             length = 0

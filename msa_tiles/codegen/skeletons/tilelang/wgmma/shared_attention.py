@@ -4,18 +4,10 @@ Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head aft
 rows_per_query neighbouring queries, each with its `group` heads in the first of rows_per_query rows (8 is the least
 that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
 
-Warps
-  warpgroup 0   consumer: S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial
-                for every slot of the rest, and the store of the rows
-  warpgroup 1   producer: reads what a tile consists of, loads its Q, then K and V of each shared block, then the
-                partial results of the rest
+# <- cta
 
-Pipelines (name: depth, arrivals)
-  tile_full: TILES, 128 producer threads; needs no counterpart: a tile takes a stage of the ring at least and TILES is
-             more than STAGES, so that the producer never overwrites what is still to be read
-  q_full: 1, 128 producer threads + TMA bytes               q_free: 1, the 128 consumer threads
-  full: STAGES, 128 producer threads + TMA bytes            free: STAGES, the 128 consumer threads
-  done: 1, the 128 consumer threads, once all tiles have had their turn
+`tile` needs no counterpart: a tile takes a stage of the ring at least and TILES is more than STAGES, so that the
+producer never overwrites what is still to be read. The consumers arrive at `done` once all tiles have had their turn.
 
 A stage of the ring holds K of a block, then the next one its V. Behind the blocks come partial results, block_size //
 64 slots of all rows a stage: the rows of a query with fewer slots are not loaded, and stay out of the sum. Every tile
@@ -42,9 +34,11 @@ The fields of the `shared` words are those that the split_selection kernel docum
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out, unbounded
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import LOWEST
 from msa_tiles.dsl.tilelang.stages import advance, clear_rows
 
@@ -65,6 +59,45 @@ AHEAD = 8
 CUT, VALID_SHIFT = 1 << 8, 9
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+
+
+@declares
+def cta(head_dim, block_size, group, pages_per_block, **scales):
+    sides = {"producer": "producer", "readers": ["consumer"], "own": False, **scales}
+    keys = key_value.parts("k", head_dim, block_size, 1, **sides)
+    values = key_value.parts("v", head_dim, block_size, 1, **sides)
+    loads = "what a tile consists of, its Q, K and V of each shared block, then the partial results of the rest"
+    return Table(
+        roles=(
+            Role(
+                "consumer", 4,
+                "S = Q K^T, running softmax and O += P V for every shared block; then O += weight * partial for every "
+                "slot of the rest, and the store of the rows",
+                CONSUMER_REGISTERS,
+            ),
+            Role("producer", 4, f"loads {loads}", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            *keys.pipelines,
+            *values.pipelines,
+            Pipeline("tile", TILES, (threads("producer"),)),
+            Pipeline("q", 1, (threads("producer"),), (threads("consumer"),), fills=("queries",)),
+            Pipeline("ring", STAGES, (threads("producer"),), (threads("consumer"),), fills=("ring",)),
+            Pipeline("done", 1, (threads("consumer"),)),
+        ),
+        buffers=(
+            buffer("queries", ELEMENT, align=1024, rows=ROWS, head_dim=head_dim),
+            buffer("ring", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            *keys.buffers,
+            *values.buffers,
+            buffer(
+                "tiles", "int32", static=True, tiles=TILES, fields=2 + 2 * (ROWS // max(group, 8)),
+                note="shared blocks, most slots of a query; of each query its slots and its last row",
+            ),
+            buffer("again", "int32", static=True, warps=4, note="the first place that each warp takes once more"),
+        ),
+        static=TILELANG,
+    )  # fmt: skip
 
 
 def first_again(noted):
@@ -95,6 +128,10 @@ def shared_attention(
     # Slots of partial results in a stage: one or two.
     parts = block_size // ROWS
 
+    table = cta(
+        head_dim, block_size, group, pages_per_block,
+        token_scales=token_scales,  # % if "token_scales" in plan.variants
+    )  # fmt: skip
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
     num_tables, max_pages = T.dynamic("num_tables, max_pages")
     table_stride = strides("table_stride")
@@ -138,28 +175,26 @@ def shared_attention(
         window_index: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=256) as cta:
+        with T.Kernel(num_ctas, threads=table.threads) as cta_index:
             T.annotate_min_blocks_per_sm(2)
-            Q_shared = T.alloc_shared([ROWS, head_dim], ELEMENT)
-            ring = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
-            K_shared = key_value.allocate(keys, 1, ring)
-            V_shared = key_value.allocate(values, 1, ring)
+            Q_shared = make_buffer(table, "queries")
+            ring = make_buffer(table, "ring")
+            K_shared = key_value.allocate(keys, table, 1, ring)
+            V_shared = key_value.allocate(values, table, 1, ring)
             stored_k = key_value.Stored(
                 k,  # <- tensors of operands.key_value
             )
             stored_v = key_value.Stored(
                 v,  # <- tensors of operands.key_value
             )
-            # Number of shared blocks, most slots of a query; of each query its slots and its last row.
-            tile_shared = T.alloc_shared([TILES, 2 + 2 * queries], "int32", scope="shared")
-            tile_full = T.alloc_barrier(arrive_count=[128] * TILES)
-            q_full = T.alloc_barrier(arrive_count=128)
-            q_free = T.alloc_barrier(arrive_count=128)
-            full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            free = T.alloc_barrier(arrive_count=[128] * STAGES)
-            # The first place that each consumer warp wants to take again.
-            again_shared = T.alloc_shared([4], "int32", scope="shared")
-            done = T.alloc_barrier(arrive_count=128)
+            tile_shared = make_buffer(table, "tiles")
+            tile_full = make_barrier(table, "tile_full")
+            q_full = make_barrier(table, "q_full")
+            q_free = make_barrier(table, "q_free")
+            full = make_barrier(table, "ring_full")
+            free = make_barrier(table, "ring_free")
+            again_shared = make_buffer(table, "again")
+            done = make_barrier(table, "done_full")
             head = T.alloc_var("int32")
             tile = T.alloc_var("int32")
             token = T.alloc_var("int32")
@@ -185,7 +220,7 @@ def shared_attention(
                 at[1] = 0
                 q_phase = 0
                 # Of the tiles of all heads; a tile that is taken again has one more turn.
-                place = cta
+                place = cta_index
                 turn = 0
                 again = 0
                 landed_phase = T.alloc_var("int32")
@@ -323,7 +358,7 @@ def shared_attention(
                 at[0] = 0
                 at[1] = 0
                 q_phase = 0
-                place = cta
+                place = cta_index
                 turn = 0
                 again = 0
                 staged = -1

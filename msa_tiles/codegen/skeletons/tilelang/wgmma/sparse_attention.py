@@ -4,15 +4,9 @@ Grid: one persistent CTA per SM. A task is one KV block of one KV head with a ru
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
 work stay in L2.
 
-Warps
-  warpgroups 0 .. CONSUMERS-1   one 64-row tile at a time: S = Q K^T, softmax over the block, O = P V, partial store
-  warpgroup CONSUMERS           producer: claims tasks, loads K, V and gathers the query rows of each tile by TMA
+# <- cta
 
-Pipelines (name: depth, arrivals)
-  k_full, v_full: 1, 128 producer threads + TMA bytes      k_free, v_free: 1, all consumer threads
-  q_full: STAGES per consumer, 128 producer threads + TMA bytes
-  q_free: STAGES per consumer, the 128 threads of that consumer, once the partial staged in the slot has left
-  met: 1, all consumer threads, twice a task of whose V something is taken out
+A slot of the queries is free once the partial result staged in it has left.
 
 A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
 to global memory. The next tile's S is issued before the current partial is scaled, so it overlaps the epilogue.
@@ -34,9 +28,11 @@ request's keys.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import TINY, block_softmax
 from msa_tiles.dsl.tilelang.stages import clear_rows
 
@@ -56,6 +52,43 @@ ROWS = 64
 LN_2 = 0.6931471805599453
 
 
+@declares
+def cta(head_dim, block_size, group, pages_per_block, **scales):
+    consumers = [f"consumer_{w}" for w in range(CONSUMERS)]
+    everybody = tuple(threads(name) for name in consumers)
+    sides = {"producer": "producer", "readers": consumers, **scales}
+    keys = key_value.parts("k", head_dim, block_size, 1, **sides)
+    values = key_value.parts("v", head_dim, block_size, 1, **sides)
+    does = "one 64-row tile at a time: S = Q K^T, softmax over the block, O = P V, partial store"
+    return Table(
+        roles=(
+            *(Role(name, 4, does, CONSUMER_REGISTERS) for name in consumers),
+            Role("producer", 4, "claims tasks, loads K, V and the query rows of each tile", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            *keys.pipelines,
+            *values.pipelines,
+            Pipeline("met", 1, everybody, note="twice a task of whose V something is taken out"),
+            *(
+                Pipeline(f"q_{w}", STAGES, (threads("producer"),), (threads(name),))
+                for w, name in enumerate(consumers)
+            ),
+        ),
+        buffers=(
+            *keys.buffers,
+            *values.buffers,
+            buffer(
+                "queries", key_value.multiplied("k", **scales), align=1024,
+                slots=CONSUMERS * STAGES, rows=ROWS, head_dim=head_dim,
+            ),
+            buffer("task", "int32", static=True, fields=2),
+            buffer("claim", "int32", static=True, turns=2, fields=2),
+            buffer("found", "int32", static=True, consumers=CONSUMERS, warps=4),
+        ),
+        static=TILELANG,
+    )  # fmt: skip
+
+
 def sparse_attention(
     head_dim: int,
     block_size: int,
@@ -73,6 +106,10 @@ def sparse_attention(
     queries = ROWS // rows_per_query
     halves = head_dim // 64
 
+    table = cta(
+        head_dim, block_size, group, pages_per_block,
+        token_scales=token_scales,  # % if "token_scales" in plan.variants
+    )  # fmt: skip
     total_q, num_q_heads, num_kv_heads = T.dynamic("total_q, num_q_heads, num_kv_heads")
     num_tables, max_pages = T.dynamic("num_tables, max_pages")
     table_stride = strides("table_stride")
@@ -248,27 +285,28 @@ def sparse_attention(
         window_index: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=(CONSUMERS + 1) * 128):
-            K_shared = key_value.allocate(keys, 1)
-            V_shared = key_value.allocate(values, 1)
+        with T.Kernel(num_ctas, threads=table.threads):
+            K_shared = key_value.allocate(keys, table, 1)
+            V_shared = key_value.allocate(values, table, 1)
             stored_k = key_value.Stored(
                 k,  # <- tensors of operands.key_value
             )
             stored_v = key_value.Stored(
                 v,  # <- tensors of operands.key_value
             )
-            Q_shared = T.alloc_shared([CONSUMERS * STAGES, ROWS, head_dim], keys.element)
-            task_shared = T.alloc_shared([2], "int32", scope="shared")
-            claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
+            Q_shared = make_buffer(table, "queries")
+            task_shared = make_buffer(table, "task")
+            claim_shared = make_buffer(table, "claim")
             # Whether a warp has found a value to be taken out of V.
-            found_shared = T.alloc_shared([CONSUMERS, 4], "int32", scope="shared")
-            k_full = T.alloc_barrier(arrive_count=[128])
-            v_full = T.alloc_barrier(arrive_count=[128])
-            k_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
-            v_free = T.alloc_barrier(arrive_count=CONSUMERS * 128)
-            met = T.alloc_barrier(arrive_count=CONSUMERS * 128)
-            q_full = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
-            q_free = T.alloc_barrier(arrive_count=[128] * (STAGES * CONSUMERS))
+            found_shared = make_buffer(table, "found")
+            k_full = make_barrier(table, "k_full")
+            v_full = make_barrier(table, "v_full")
+            k_free = make_barrier(table, "k_free")
+            v_free = make_barrier(table, "v_free")
+            met = make_barrier(table, "met_full")
+            # Those of one consumer after those of the other.
+            q_full = make_barrier(table, *(f"q_{w}_full" for w in range(CONSUMERS)))
+            q_free = make_barrier(table, *(f"q_{w}_free" for w in range(CONSUMERS)))
             tx = T.get_thread_binding()
             if tx >= CONSUMERS * 128:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)

@@ -4,17 +4,10 @@ Grid: one persistent CTA per SM. A task is one KV block of one KV head with a ru
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
 work stay in L2. K and V of the task stay in shared memory, the sums of dK and dV in registers.
 
-Warps
-  warpgroups 0 .. consumers-1   64 keys of the block each. For every tile of 64 query rows, keys along the rows of the
-                                products: S' = K Q^T, dP' = V dO^T, P' = exp(S' scale - lse), dV += P' dO,
-                                dS' = P' (dP' - delta), dK += dS' Q; then dQ = dS K for their share of the columns
-  warpgroup consumers           producer: claims tasks, loads K and V, gathers Q and dO of each tile by TMA, and copies
-                                LSE, delta and the last visible key of each row
+# <- cta
 
-Pipelines (name: depth, arrivals)
-  kv_full: 1, 128 producer threads + TMA bytes        kv_free: 1, all consumer threads
-  full: STAGES, 128 producer threads + TMA bytes      free: STAGES, all consumer threads
-  exchanged: 1, all consumer threads
+Keys lie along the rows of the products: S' = K Q^T, dP' = V dO^T, P' = exp(S' scale - lse), dV += P' dO,
+dS' = P' (dP' - delta), dK += dS' Q; then dQ = dS K for a consumer's share of the columns.
 
 P' and dS' are operands from registers. dS' goes through shared memory once more for dQ, which needs the keys of every
 consumer: two buffers in turn, and `exchanged`, where all consumers meet once a tile. They arrive there only after their
@@ -37,7 +30,9 @@ rows are the same.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -58,6 +53,43 @@ EDGES = STAGES + 1
 MISSING = -128
 
 
+@declares
+def cta(head_dim, block_size, group):
+    consumers = block_size // KEYS
+    everybody = (threads("consumers"),)
+    # 64 columns of dQ at a time: where there are more consumers than that, they take turns.
+    parts = max(head_dim // 64 // consumers, 1)
+    return Table(
+        roles=(
+            Role("consumers", 4 * consumers, "a warpgroup for every 64 keys; all take every tile", CONSUMER_REGISTERS),
+            Role(
+                "producer",
+                4,
+                "claims tasks, loads K and V, gathers Q and dO, copies LSE, delta and what rows see",
+                PRODUCER_REGISTERS,
+            ),
+        ),
+        pipelines=(
+            Pipeline("kv", 1, (threads("producer"),), everybody, fills=("k_tile", "v_tile")),
+            Pipeline("tile", STAGES, (threads("producer"),), everybody, fills=("queries", "output_gradients")),
+            Pipeline("exchanged", 1, everybody),
+        ),
+        buffers=(
+            buffer("k_tile", ELEMENT, align=1024, block_size=block_size, head_dim=head_dim),
+            buffer("v_tile", ELEMENT, align=1024, block_size=block_size, head_dim=head_dim),
+            buffer("queries", ELEMENT, align=1024, stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer("output_gradients", ELEMENT, align=1024, stages=STAGES, rows=ROWS, head_dim=head_dim),
+            buffer("score_gradients", ELEMENT, align=1024, turns=2, block_size=block_size, rows=ROWS),
+            buffer("query_gradients", ELEMENT, align=1024, consumers=consumers, rows=ROWS, columns=parts * 64),
+            buffer("rows", "float32", static=True, stages=STAGES, fields=2, rows=ROWS, note="LSE and delta"),
+            buffer("edges", "int32", static=True, tiles=STAGES + 1, queries=ROWS // max(group, 8)),
+            buffer("task", "int32", static=True, fields=2),
+            buffer("claim", "int32", static=True, turns=2, fields=2),
+        ),
+        static=TILELANG,
+    )
+
+
 def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     """Build the kernel for one head dim, block size and number of query heads per KV head.
 
@@ -76,6 +108,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
     parts = 1 if in_turns else halves // consumers
     share = 0 if in_turns else parts
 
+    table = cta(head_dim, block_size, group)
     total_q, total_k, num_q_heads, num_kv_heads = T.dynamic("total_q, total_k, num_q_heads, num_kv_heads")
     num_windows, window, topk, num_edges = T.dynamic("num_windows, window, topk, num_edges")
     num_tasks, num_sums = T.dynamic("num_tasks, num_sums")
@@ -257,22 +290,22 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
         window_index: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=(consumers + 1) * 128):
-            K_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
-            V_shared = T.alloc_shared([block_size, head_dim], ELEMENT)
-            Q_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
-            dO_shared = T.alloc_shared([STAGES, ROWS, head_dim], ELEMENT)
-            dS_shared = T.alloc_shared([2, block_size, ROWS], ELEMENT)
-            dQ_shared = T.alloc_shared([consumers, ROWS, parts * 64], ELEMENT)
-            row_shared = T.alloc_shared([STAGES, 2, ROWS], "float32", scope="shared")
-            edge_shared = T.alloc_shared([EDGES, queries], "int32", scope="shared")
-            task_shared = T.alloc_shared([2], "int32", scope="shared")
-            claim_shared = T.alloc_shared([2, 2], "int32", scope="shared")
-            kv_full = T.alloc_barrier(arrive_count=128)
-            kv_free = T.alloc_barrier(arrive_count=consumers * 128)
-            full = T.alloc_barrier(arrive_count=[128] * STAGES)
-            free = T.alloc_barrier(arrive_count=[consumers * 128] * STAGES)
-            exchanged = T.alloc_barrier(arrive_count=consumers * 128)
+        with T.Kernel(num_ctas, threads=table.threads):
+            K_shared = make_buffer(table, "k_tile")
+            V_shared = make_buffer(table, "v_tile")
+            Q_shared = make_buffer(table, "queries")
+            dO_shared = make_buffer(table, "output_gradients")
+            dS_shared = make_buffer(table, "score_gradients")
+            dQ_shared = make_buffer(table, "query_gradients")
+            row_shared = make_buffer(table, "rows")
+            edge_shared = make_buffer(table, "edges")
+            task_shared = make_buffer(table, "task")
+            claim_shared = make_buffer(table, "claim")
+            kv_full = make_barrier(table, "kv_full")
+            kv_free = make_barrier(table, "kv_free")
+            full = make_barrier(table, "tile_full")
+            free = make_barrier(table, "tile_free")
+            exchanged = make_barrier(table, "exchanged_full")
             tx = T.get_thread_binding()
             lane = tx - consumers * 128
             if tx >= consumers * 128:

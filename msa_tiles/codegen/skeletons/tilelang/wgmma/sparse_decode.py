@@ -7,13 +7,7 @@ split writes the answer itself.
 With scored_blocks > 0 the ids are not given but chosen first, by the whole CTA, from the scores of the row, as
 msa_tiles.dsl.tilelang.threshold describes; every split of a row chooses the same, and the first one writes the ids.
 
-Warps
-  warpgroup 0   consumer: the query's heads in the first rows of a 64-row tile; S = Q K^T, softmax, O += P V
-  warpgroup 1   producer: reads the ids, loads Q once, then K and V of one block a stage
-
-Pipelines (name: depth, arrivals)
-  q_full: 1, 128 producer threads + TMA bytes
-  k_full, v_full: a tile each, 128 producer threads + TMA bytes      k_free, v_free: likewise, the 128 consumer threads
+# <- cta
 
 The floor is one read of the selected keys and values; the tensor cores work on 64 rows, however few heads there are.
 """
@@ -22,8 +16,10 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import LOWEST
 from msa_tiles.dsl.tilelang.stages import advance, clear_rows
 from msa_tiles.dsl.tilelang.threshold import list_best, load_keys, write_row
@@ -38,9 +34,33 @@ PASS_CONFIGS = {
     "tl.enable_fast_math": True,
 }
 ROWS = 64
-THREADS = 256
+RANKERS = 256  # all threads
 LIST = 64
 LN_2 = 0.6931471805599453
+
+
+@declares
+def cta(head_dim, block_size, group, pages_per_block, scored_blocks, **scales):
+    sides = {"producer": "producer", "readers": ["consumer"], **scales}
+    keys = key_value.parts("k", head_dim, block_size, STAGES, **sides)
+    values = key_value.parts("v", head_dim, block_size, STAGES, **sides)
+    queries = buffer("queries", key_value.multiplied("k", **scales), align=1024, rows=ROWS, head_dim=head_dim)
+    ranking = (
+        buffer("sums", "int32", static=True, halves=2, warps=RANKERS // 16),
+        buffer("candidate_ids", "int32", static=True, candidates=RANKERS),
+        buffer("candidate_keys", "uint32", static=True, candidates=RANKERS),
+        buffer("listed_ids", "int32", static=True, listed=LIST),
+        buffer("listed_keys", "uint32", static=True, listed=LIST),
+    )
+    return Table(
+        roles=(
+            Role("consumer", 4, "the query's heads in the first rows of a tile of 64; S = Q K^T, softmax, O += P V"),
+            Role("producer", 4, "reads the ids, loads Q once, then K and V of one block a stage"),
+        ),
+        pipelines=(Pipeline("q", 1, (threads("producer"),), fills=("queries",)), *keys.pipelines, *values.pipelines),
+        buffers=(queries, *keys.buffers, *values.buffers, *(ranking if scored_blocks > 0 else ())),
+        static=TILELANG,
+    )
 
 
 class Tiles(NamedTuple):
@@ -76,7 +96,11 @@ def sparse_decode(
     table_stride = strides("table_stride")
     topk = T.dynamic("topk")
     ids_head, ids_token, ids_slot = strides("ids_head, ids_token, ids_slot")
-    per_thread = scored_blocks // THREADS
+    table = cta(
+        head_dim, block_size, group, pages_per_block, scored_blocks,
+        token_scales=token_scales,  # % if "token_scales" in plan.variants
+    )  # fmt: skip
+    per_thread = scored_blocks // RANKERS
     num_index_heads, width = T.dynamic("num_index_heads, width")
     score_head, score_token = strides("score_head, score_token")
     splits = T.dynamic("splits")
@@ -91,8 +115,6 @@ def sparse_decode(
         for name in "kv"
     )  # fmt: skip
 
-    places = keys.places(STAGES)
-
     @T.macro
     def lay_down(stored_k, stored_v, page_table, row, head, tiles, at, come, thread):
         """The next block's tiles, one after the other."""
@@ -102,7 +124,7 @@ def sparse_decode(
         T.barrier_wait(tiles.v_free[at[0]], at[1] ^ 1)
         key_value.fill(values, stored_v, page_table, row, head, tiles.v, tiles.v_full, at[0], come[0], come[1], thread)
         T.barrier_arrive(tiles.v_full[at[0]])
-        advance(at, places)
+        advance(at, table.depth("k"))
         if key_value.STARTS:
             advance(come, STAGES)
 
@@ -130,27 +152,22 @@ def sparse_decode(
         init_blocks: T.int32,
         local_blocks: T.int32,
     ):
-        with T.Kernel(total_q, num_kv_heads, splits, threads=THREADS) as (token, head, split):
-            Q_shared = T.alloc_shared([ROWS, head_dim], keys.element)
-            K_shared = key_value.allocate(keys, STAGES)
-            V_shared = key_value.allocate(values, STAGES)
+        with T.Kernel(total_q, num_kv_heads, splits, threads=table.threads) as (token, head, split):
+            Q_shared = make_buffer(table, "queries")
+            K_shared = key_value.allocate(keys, table, STAGES)
+            V_shared = key_value.allocate(values, table, STAGES)
             stored_k = key_value.Stored(
                 k,  # <- tensors of operands.key_value
             )
             stored_v = key_value.Stored(
                 v,  # <- tensors of operands.key_value
             )
-            q_full = T.alloc_barrier(arrive_count=128)
-            k_full = T.alloc_barrier(arrive_count=[128] * places)
-            v_full = T.alloc_barrier(arrive_count=[128] * places)
-            k_free = T.alloc_barrier(arrive_count=[128] * places)
-            v_free = T.alloc_barrier(arrive_count=[128] * places)
+            q_full = make_barrier(table, "q_full")
+            k_full = make_barrier(table, "k_full")
+            v_full = make_barrier(table, "v_full")
+            k_free = make_barrier(table, "k_free")
+            v_free = make_barrier(table, "v_free")
             tiles = Tiles(K_shared, V_shared, k_full, v_full, k_free, v_free)
-            sums = T.alloc_shared([2, THREADS // 16], "int32", scope="shared")
-            candidate_ids = T.alloc_shared([THREADS], "int32", scope="shared")
-            candidate_keys = T.alloc_shared([THREADS], "uint32", scope="shared")
-            listed_ids = T.alloc_shared([LIST], "int32", scope="shared")
-            listed_keys = T.alloc_shared([LIST], "uint32", scope="shared")
             request = T.alloc_local([1], "int32")
             wanted = T.alloc_var("int32")
             limit = T.alloc_var("int32")
@@ -180,17 +197,22 @@ def sparse_decode(
                 # Only the scores are the work of the kernel before, which began when everything else was there.
                 T.pdl_sync()
                 T.pdl_trigger()
+                sums = make_buffer(table, "sums")
+                candidate_ids = make_buffer(table, "candidate_ids")
+                candidate_keys = make_buffer(table, "candidate_keys")
+                listed_ids = make_buffer(table, "listed_ids")
+                listed_keys = make_buffer(table, "listed_keys")
                 read = T.alloc_local([per_thread], "float32")
                 ranks = T.alloc_local([per_thread], "uint32")
                 valid = T.alloc_var("int32")
                 valid = T.min(T.truncdiv(T.max(limit + 1, 0) + block_size - 1, block_size), width)
                 wanted = T.min(topk, valid)
                 load_keys(
-                    score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, THREADS, per_thread, valid,
+                    score, head, T.truncdiv(num_index_heads, num_kv_heads), token, tx, RANKERS, per_thread, valid,
                     init_blocks, local_blocks, read, ranks,
                 )  # fmt: skip
                 list_best(
-                    tx, THREADS, per_thread, ranks, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
+                    tx, RANKERS, per_thread, ranks, wanted, sums, candidate_ids, candidate_keys, listed_ids, listed_keys
                 )
                 if split == 0:
                     write_row(tx, topk, wanted, 0, listed_ids, listed_keys, block_indices, head, token)
@@ -291,7 +313,7 @@ def sparse_decode(
                         T.wgmma_gemm(P, V_shared.tiles[at[0], :, :], O, clear_accum=False)
                         T.wait_wgmma(0)
                         T.barrier_arrive(v_free[at[0]])
-                        advance(at, places)
+                        advance(at, table.depth("k"))
                 # Not `row_sum > 0`: a NaN has to come through.
                 for r in T.Parallel(ROWS):
                     scale[r] = values.fold(T.if_then_else(row_sum[r] != 0.0, 1.0 / row_sum[r], 0.0), stored_v, head)
