@@ -1,4 +1,7 @@
-"""Markers: `gpu` tests run where a Hopper GPU is, `slow` ones can be left out with `pytest -m "not slow"`."""
+"""Markers: `gpu` tests run where a Hopper GPU is, `slow` ones can be left out with `pytest -m "not slow"`.
+
+Of the many cases of a test with `drawn(n)`, n are not slow: others in every run, drawn by MSA_TILES_SEED.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _draw(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     reason = _why_no_gpu()
@@ -43,3 +48,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _draw(items: list[pytest.Item]) -> None:
+    """Marks the cases of `drawn` tests that this run did not draw as slow."""
+    cases: dict[str, list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("drawn"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append((mark.args[0], item))
+    for name, found in cases.items():
+        quick = [item for _, item in found if not item.get_closest_marker("slow")]
+        count = min(found[0][0], len(quick))
+        kept = random.Random(f"{os.environ['MSA_TILES_SEED']} {name}").sample(range(len(quick)), count)
+        for place, item in enumerate(quick):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)

@@ -130,6 +130,7 @@ def test_a_sorting_network_sorts() -> None:
     [(8, 0, 1, 0, 8), (5, 1, 2, 1, 8), (3, 4, 4, 2, 8), (1, 0, 0, 0, 8), (8, 20, 9, 1, 8), (16, 1, 2, 1, 16),
      (29, 0, 1, 0, 32)],
 )  # fmt: skip
+@pytest.mark.drawn(1)
 def test_a_list_behind_a_queue_holds_the_best(
     one_lane: None, k: int, init: int, local: int, order: int, capacity: int
 ) -> None:

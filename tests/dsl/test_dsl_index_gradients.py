@@ -88,6 +88,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.drawn(2)
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text(encoding="utf-8")

@@ -601,6 +601,7 @@ def check(
         (Shape(pages=2), 2),
     ],
 )
+@pytest.mark.drawn(1)
 def test_every_row_gets_what_it_sees(shape: Shape, num_ctas: int) -> None:
     check(num_ctas, shape, num_ctas)
 
@@ -608,12 +609,14 @@ def test_every_row_gets_what_it_sees(shape: Shape, num_ctas: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "num_ctas"), [(Shape(), 1), (Shape(group=8, pages=2), 2), (Shape(group=16, block_size=64), 4)]
 )
+@pytest.mark.drawn(1)
 def test_what_a_query_may_not_see_never_reaches_it(shape: Shape, num_ctas: int) -> None:
     check(num_ctas, shape, num_ctas, spoilt=True)
 
 
 @pytest.mark.parametrize(("shape", "num_ctas"), [(Shape(), 1), (Shape(group=16, block_size=64, pages=2), 3)])
 @pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.drawn(1)
 def test_blocks_are_decoded_before_they_are_multiplied(shape: Shape, num_ctas: int, spoilt: bool) -> None:
     check(num_ctas, shape, num_ctas, spoilt=spoilt, file=DECODING)
 

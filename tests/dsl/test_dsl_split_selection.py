@@ -132,6 +132,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.drawn(3)
 def test_the_split_is_that_of_the_reference(name: str) -> None:
     check(CALLS[name])
 
@@ -204,6 +205,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.drawn(3)
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     file = lanes.plant(FAULTS[fault], KERNEL, tmp_path)
     with pytest.raises((Disagreement, IndexError, RuntimeError)):

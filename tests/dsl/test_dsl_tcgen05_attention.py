@@ -363,6 +363,7 @@ def check(
 
 @pytest.mark.parametrize("sizes", [{}, {"BLOCKS": 2, "AHEAD": 1}, {"STAGES": 2, "BLOCKS": 4, "RECORDS": 4, "AHEAD": 9}])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.drawn(1)
 def test_every_edge_gets_its_partial_result(seed: int, sizes: dict[str, int]) -> None:
     check(seed, **sizes)
 
@@ -397,6 +398,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.drawn(2)
 def test_a_fault_shows(fault: str) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text()

@@ -76,6 +76,7 @@ def sample_calls():
     yield "combine", call("combine") | {"out": torch.empty(5, 4, 16), "lse": torch.empty(5, 4)}
 
 
+@pytest.mark.slow
 def test_opcheck_of_every_operator(monkeypatch):
     calls = recorded(monkeypatch, sample_calls())
     # build_schedule has no caller's buffers in its public form; its twin is checked all the same.
@@ -137,6 +138,7 @@ def test_compiles_as_one_graph(dynamic):
             torch.testing.assert_close(compiled(**other), layer(**other), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiles_with_inductor():
     torch._dynamo.reset()
     data = tensors()
