@@ -234,7 +234,7 @@ class IndexScore(Indexer):
         factor = self.keys.row_factor(stored, scales, cutlass.min(token + lane % WARP_ROWS, end_token - 1), head)
         state = (gathered, factor, head, token, rows, scored, out)
         self.score_pairs(self.operands(sQ, held), group, q_full, held, limits, full_blocks, num_blocks, lane, state)
-        # What is left of the last line; nothing if a pair has just completed it.
+        # What is left of the last line; nothing if a pair has just completed it, with 31 or 32 blocks, or of none.
         if (num_blocks + 1) % WARP >= 2:
             self.store_line(state, num_blocks // WARP * WARP, lane)
 

@@ -140,6 +140,10 @@ class IndexScore(Indexer):
 
     The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to 16i+15;
     their maxima gather in shared memory, 32 blocks a row, and leave as whole 128-byte lines.
+
+    Scales of queries, and one that all keys share, multiply a maximum before it is gathered. Where each key has a scale
+    (key_scales) it multiplies the products as they are reduced, and a stage of keys is freed behind that; else a stage
+    is free once its product is done.
     """
 
     def __init__(self, head_dim, block_size, pages_per_block, **scales):
@@ -250,7 +254,7 @@ class IndexScore(Indexer):
         factor = self.keys.row_factor(stored, scales, cutlass.min(token + lane % WARP_ROWS, end_token - 1), head)
         state = (gathered, factor, head, token, rows, scored, out)
         self.score_pairs(self.operands(sQ, held), group, q_full, held, limits, full_blocks, num_blocks, lane, state)
-        # What is left of the last line; nothing if a pair has just completed it.
+        # What is left of the last line; nothing if a pair has just completed it, with 31 or 32 blocks, or of none.
         if (num_blocks + 1) % WARP >= 2:
             self.store_line(state, num_blocks // WARP * WARP, lane)
 

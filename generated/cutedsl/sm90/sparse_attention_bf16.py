@@ -104,6 +104,10 @@ def sparse_attention(
     schedule, and writes partial_out [window, topk, num_q_heads, head_dim] and partial_lse [window, topk, num_q_heads]
     (natural logarithm) for every edge of the window. scale_log2 is the softmax scale times log2(e).
 
+    Of the schedule this is window number window_index: edges [windows, num_kv_heads, edges of a head], tasks [windows,
+    num_kv_heads, tasks of a head, 4], how many tasks each head has in counts [windows, num_kv_heads], and how many are
+    claimed in claims [windows], 0 at first.
+
     Returns the entry point and stand-ins for its arguments.
     """
     kernel = SparseAttention(
@@ -248,7 +252,12 @@ class SparseAttention:
 
     Where a query sees a part of a block, values that it may not see would reach it as 0 times infinity or NaN. So the
     keeper zeroes them, as it does rows past the request's end, and consumers write NaN into the columns of queries that
-    see one. V is free for it until it arrives at v_full.
+    see one. V is the keeper's until it arrives at v_full. What it notes in `tainted` consumers read when V is free
+    already, so that there are two: consumers are done with a task's before they free V of the next one, and the keeper
+    writes it again for the one after that.
+
+    Threads index `tasks`, `edges` and `tainted` the other way round than they are listed: [task, field], [slot, query],
+    [task, column]. Consumer c has the STAGES slots from number c * STAGES on, of `ring` and of `edges`.
 
     A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
     to global memory. S of the next tile is issued before the current partial is scaled, so it overlaps the epilogue;
@@ -617,7 +626,7 @@ class SparseAttention:
         return slot, phase, used
 
     def tokens_of(self, edges, member):
-        """The edges of the two rows that a lane holds: the same one with a group of 16."""
+        """The edges (of tokens: words of msa_tiles.dsl.words) of a lane's two rows: the same one with a group of 16."""
         of_warp = WARP_ROWS // self.rows.rows_per_token
         return [edges[member * of_warp + half * (of_warp - 1)] for half in range(2)]
 

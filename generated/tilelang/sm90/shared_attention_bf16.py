@@ -49,9 +49,10 @@
 
 """The query side of hybrid attention: the blocks that neighbouring queries share, then the merge of the other results.
 
-Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. A tile is 64 rows: 64 //
-rows_per_query neighbouring queries, each with its `group` heads in the first of rows_per_query rows (8 is the least
-that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
+Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. Each may have half of the SM's
+shared memory; generation and audit check for one. A tile is 64 rows: 64 // rows_per_query neighbouring queries, each
+with its `group` heads in the first of rows_per_query rows (8 is the least that keeps a 128-byte swizzle atom whole;
+rows past `group` hold stale data and are never stored).
 
 Warps
   0 .. 3  consumer (208 registers): S = Q K^T, running softmax and O += P V for every shared block; then O += weight
@@ -468,6 +469,7 @@ def shared_attention(
                                             head * group + i % rows_per_query,
                                         ],
                                     )
+                    # Of scores, as S has them; factor must not be 0, which a scale of keys may be.
                     for i in T.Parallel(ROWS):
                         row_max[i] = T.max(row_max[i] * LOG2_E / factor, LOWEST)
                     T.fill(O, 0.0)

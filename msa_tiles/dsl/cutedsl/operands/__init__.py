@@ -38,7 +38,8 @@ what the kernel does with blocks that are seen in part.
   Keeper    bring(…) until a block is ready but for the inspection, then pass_on; end_of_tasks behind the last block
   Scales    fold, and of_head(stored, head): what outputs are multiplied with, or None
 
-`InRing(…)` is that in a ring of tiles of 16 bits that belongs to the kernel, and also holds other things.
+`InRing(…)` is that in a ring of tiles of 16 bits that belongs to the kernel, and also holds other things. Its `fold`
+gives no 0, by which the kernel divides.
 ring_parts(stages, *, producer, decoder, readers, **scales) are the ring's pipelines.
   LANDING   the barriers at which the bytes of a stage are awaited first
   decoded   whether decoding warps pass each stage on: decode_tile, then an arrival at ring_full

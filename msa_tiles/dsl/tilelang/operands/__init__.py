@@ -17,14 +17,17 @@ Plain Python:
     element     of the tile, and so of the other side of the product: queries, weights. Named, where the tile lies in
                 memory that others use too; None: what suits the format
     tensor(heads), scale(heads)   the parameters of the kernel
-      fold(value, stored, head)     times the scale that all rows of a head share
+      fold(value, stored, head)     times the scale that all rows of a head share; 0 where that scale is 0, so that who
+                                    divides by it must look (shared_attention does: a row for it needs a least scale)
   allocate(operand, table, stages, tiles) -> Held   shared memory, as the table says; `tiles` is [places, block_size,
                 head_dim], and given where others use it too
 
 Macros, whose first argument is an operand:
-  start(…, stage, rows, thread)          the producer warpgroup: a block into a stage of the ring of those that start
+  start(…, stage, rows, thread)          the producer warpgroup: a block into a stage of the ring of those that start,
+                                         which no barrier frees: its threads have met since they filled from the stage
   fill(…, full, place, stage, phase, …)  the producer warpgroup: lay down the tile, of the block in that stage and phase
-                                         of the ring if it was started; it arrives at full[place] afterwards
+                                         of the ring if it was started; the kernel has it arrive at
+                                         full[place] afterwards
   weigh(…)                               the readers: multiply column j of registers by the scale of row j of the tile
 
 Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on count as 0,

@@ -31,7 +31,10 @@ def multiplied(name, token_scales):
 
 @declares
 def parts(name, head_dim, block_size, stages, *, producer, readers, own=True, token_scales):
-    """A ring of blocks as they are stored, which TMA fills, and one decoded tile."""
+    """A ring of blocks as they are stored, which TMA fills, and one decoded tile.
+
+    Nobody arrives for the bytes: the producer's threads, who alone read them, meet between `fill` and the next `start`.
+    """
     element = multiplied(name, token_scales)
     raw = buffer(f"{name}_raw", "float8_e4m3fn", align=1024, stages=stages, block_size=block_size, head_dim=head_dim)
     tile = buffer(f"{name}_tiles", element, align=1024, places=1, block_size=block_size, head_dim=head_dim)

@@ -1,8 +1,9 @@
 """The query side of hybrid attention: the blocks that neighbouring queries share, then the merge of the other results.
 
-Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. A tile is 64 rows: 64 //
-rows_per_query neighbouring queries, each with its `group` heads in the first of rows_per_query rows (8 is the least
-that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
+Grid: persistent CTAs, two a SM, which take the window's tiles in turn, head after head. Each may have half of the SM's
+shared memory; generation and audit check for one. A tile is 64 rows: 64 // rows_per_query neighbouring queries, each
+with its `group` heads in the first of rows_per_query rows (8 is the least that keeps a 128-byte swizzle atom whole;
+rows past `group` hold stale data and are never stored).
 
 # <- cta
 
@@ -13,6 +14,12 @@ A stage of the ring holds K of a block, then the next one its V. Behind the bloc
 64 slots of all rows a stage: the rows of a query with fewer slots are not loaded, and stay out of the sum. Every tile
 ends with at least one such stage, in which its rows are staged on their way out; it is free once the next tile's first
 product is under way.
+# % if "token_scales" in plan.variants
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them into their stages of the ring. Nobody frees the
+bytes: its threads meet (named barrier 7) before the next ones are sent for. A scale that a head shares is folded into
+the softmax's (keys) and multiplies O behind the last shared block (values); those of tokens multiply S and P.
+# % endif
 
 The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is free,
 so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM merges the
@@ -407,6 +414,7 @@ def shared_attention(
                                             head * group + i % rows_per_query,
                                         ],
                                     )
+                    # Of scores, as S has them; factor must not be 0, which a scale of keys may be.
                     for i in T.Parallel(ROWS):
                         row_max[i] = T.max(row_max[i] * LOG2_E / factor, LOWEST)
                     T.fill(O, 0.0)
