@@ -24,8 +24,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="CALL",
-        help="only what a call needs, such as msa_decode or sparse_attention,group=8,pages_per_block=1 (repeatable) on "
-        "--target or the GPU here",
+        help="only what a call needs, such as msa_decode or sparse_attention,precision=fp8,group=8 (repeatable), on "
+        "--target or the GPU here; what it does not name is as in the M3 shape, and bf16",
     )
     parser.add_argument(
         "--audit",
@@ -86,7 +86,10 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.parts import jobs_for
 
     if args.audit or args.op or args.precision:
-        console.complain("msa-tiles build: --for names operators and precisions itself, and audits nothing")
+        console.complain(
+            "msa-tiles build: --for names operators and precisions itself (sparse_attention,precision=fp8) and audits "
+            "nothing: leave out --op, --precision and --audit"
+        )
         return 2
     target = args.target
     if target is None and torch.cuda.is_available():
