@@ -91,6 +91,11 @@ Shared memory
   barriers
 
 The floor is one read of the selected keys and values; the tensor cores work on 64 rows, however few heads there are.
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them: K to bfloat16, V to float16, or to bfloat16
+where tokens have scales. Nobody frees the bytes: its threads meet (named barrier 7) before the next ones are sent for.
+Scales of tokens multiply S, and P behind its sum. A scale that a head shares is folded into the softmax's (keys) and
+into what O is normalised by (values).
 """
 
 from typing import Any, NamedTuple

@@ -204,6 +204,12 @@ class SharedAttention:
     in which its rows are staged on their way out; it is free once the next tile's first product is under way. A warp
     has the same 16 rows in S, O, the partial results and the stores, so what it stages needs no barrier with others.
 
+    # % if "token_scales" in plan.variants
+    K and V come as bytes to the second half of their stage, with scales of tokens to its first bytes, and the decoders
+    make 16 bits of them in place, times those scales: K bfloat16, V float16, or bfloat16 where tokens have scales. A
+    scale that a head shares is folded into the softmax's (keys) and multiplies O behind the last shared block (values).
+
+    # % endif
     The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
     free, so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM
     merges the other one multiplies.

@@ -10,6 +10,13 @@ A slot of the queries is free once the partial result staged in it has left.
 
 A ring slot holds the query rows of a tile until its S is done, then the tile's normalised partial output on its way
 to global memory. The next tile's S is issued before the current partial is scaled, so it overlaps the epilogue.
+# % if "token_scales" in plan.variants
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them: K to bfloat16, V to float16, or to bfloat16
+where tokens have scales. Nobody frees the bytes: its threads meet (named barrier 7) before the next ones are sent for.
+Scales of tokens multiply S, and P behind its sum. A scale that a head shares is folded into the softmax's (keys) and
+into what O is normalised by (values).
+# % endif
 
 The producer sends the first AHEAD tiles of a task to each consumer before it waits for room for the task's K and V.
 That must stay below STAGES - 1: the slot of a consumer's last partial is only freed by its next tile.
