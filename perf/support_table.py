@@ -4,31 +4,61 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from msa_tiles.commands.support import is_generated
 from msa_tiles.runtime import evidence
-from msa_tiles.runtime.registry import Registry
+from msa_tiles.runtime.registry import Cell, Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BEGIN = "<!-- support table: written by perf/support_table.py -->\n"
+DSL_NAMES = {"tilelang": "TileLang", "cutedsl": "CuTe DSL"}
 END = "<!-- end of support table -->\n"
 
 
 def table(registry: Registry) -> str:
-    """Markdown rows: what is generated, and where it was verified. `compiled` belongs to a machine, not to a page."""
-    verified = evidence.read_verified(registry.directory)
-    lines = ["| operator | DSL | target | precision | verified on |", "|---|---|---|---|---|"]
-    for cell in registry.cells:
-        where = "not yet"
-        if is_generated(cell) and evidence.is_verified(cell, verified):
-            entry = verified[cell.id]
-            where = f"{entry['card']}, {entry['date']}"
-        group = registry.group_of(cell.precision)
-        precision = group.upper() if group == cell.precision else f"{group.upper()}: {cell.precision}"
-        lines.append(f"| `{cell.op}` | {cell.dsl} | {cell.target} | {precision} | {where} |")
+    """Markdown: a row for each operator, a column for each group of precisions; by target what the evidence shows.
+
+    The evidence is what is on record: `simulated`, and what lies in a cache, belong to a machine, not to a page.
+    """
+    verified, compiled = evidence.read_verified(registry.directory), evidence.read_compiled(registry.directory)
+
+    def status(cell: Cell) -> str:
+        if not is_generated(cell):
+            return "out of date"
+        if evidence.is_verified(cell, verified):
+            return f"verified ({verified[cell.id]['date']})"
+        on_record = evidence.is_recorded(cell, registry.targets[cell.target], compiled)
+        return "compiled" if on_record else "generated"
+
+    groups = list(dict.fromkeys(registry.group_of(cell.precision) for cell in registry.cells))
+    lines = [
+        f"| operator | {' | '.join(group.upper() for group in groups)} |",
+        f"|---{'|---' * len(groups)}|",
+    ]
+    for op in dict.fromkeys(cell.op for cell in registry.cells):
+        columns = []
+        for group in groups:
+            cells = [cell for cell in registry.of(op) if registry.group_of(cell.precision) == group]
+            columns.append("<br>".join(_by_target(cells, group, status)))
+        lines.append(f"| `{op}` | {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_target(cells: Sequence[Cell], group: str, status: Callable[[Cell], str]) -> Iterator[str]:
+    """`sm90: verified (date)`, with the DSLs where they differ or where one alone has the kernel."""
+    places = dict.fromkeys(
+        (cell.precision, cell.target) for cell in sorted(cells, key=lambda cell: cell.target != "sm90")
+    )
+    for precision, target in places:
+        found = {cell.dsl: status(cell) for cell in cells if (cell.precision, cell.target) == (precision, target)}
+        name = target if precision == group else f"{precision}, {target}"
+        if len(found) == len(DSL_NAMES) and len(set(found.values())) == 1:
+            yield f"{name}: {next(iter(found.values()))}"
+        else:
+            yield f"{name}: {', '.join(f'{DSL_NAMES[dsl]} {what}' for dsl, what in found.items())}"
 
 
 def updated(text: str, rows: str) -> str:
