@@ -9,14 +9,14 @@ from msa_tiles import __version__, console
 from msa_tiles.commands import bench, build, demo, explain, generate, pack, support, tune, verify
 from msa_tiles.errors import ToolError
 
-CLOSED_PIPE = 141  # what a shell says of a program that SIGPIPE ended
+INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
 COMMANDS = (demo, generate, support, explain, build, pack, verify, tune, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    0, 1 for a failed check, 2 for bad input or a missing tool, 141 when nobody reads what is written.
+    0, 1 for a failed check, 2 for bad input or a missing tool, 130 after Ctrl-C, 141 when nobody reads what is written.
     """
     parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.func(args)
+    except KeyboardInterrupt:
+        console.complain("msa-tiles: interrupted")
+        return INTERRUPTED
     except BrokenPipeError:
         console.close()
         return CLOSED_PIPE

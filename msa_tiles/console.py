@@ -62,8 +62,14 @@ def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
             if now - last >= (0.1 if terminal else _SECONDS_BETWEEN_LINES):
                 last = now
                 report("")
-    finally:
+    except (GeneratorExit, KeyboardInterrupt):  # whoever counted stopped early, and says why
+        if terminal:
+            _write(sys.stderr, "\n")
+        raise
+    except BaseException:
         report("\n")
+        raise
+    report("\n")
 
 
 def table(rows: Sequence[Sequence[object]]) -> None:

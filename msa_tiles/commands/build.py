@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not installed:
         return 2
     jobs, cache = ci_jobs(installed), Cache(args.cache)
-    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache)
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0
     failed: set[str] = set()
@@ -99,7 +99,7 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
         return 2
     wanted = {str(job): job for call in args.calls for job in jobs_for(call, registry, target)}
     jobs = [job for job in wanted.values() if args.dsl in (None, job.cell.dsl)]
-    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache))
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache), apart=True)
     bad = 0
     for outcome, _ in zip(outcomes, console.progress(len(jobs), "compiling"), strict=True):
         if not outcome.good:

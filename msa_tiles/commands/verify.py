@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         grid = [(cell, smallest(found)) for cell, found in grid]
     # Compiled side by side first: the GPU would wait for each kernel otherwise.
     jobs = launched(grid, registry)
-    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False)
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, apart=True)
     counter: Iterator[int] = console.progress(len(jobs), "compiling")
     for outcome, _ in zip(outcomes, counter, strict=True):
         if not outcome.good:

@@ -93,7 +93,9 @@ def make(
     try:
         records, libraries = [], [_compile_runtime(staged / RUNTIME)]
         cells: dict[str, dict[str, Any]] = {}
-        for outcome in build(list(jobs), {target.name: target}, workers=workers, audited=False, cache=cache):
+        for outcome in build(
+            list(jobs), {target.name: target}, workers=workers, audited=False, cache=cache, apart=True
+        ):
             if outcome.entry is None:
                 raise PackingError(f"{outcome.job}: {'; '.join(outcome.complaints)}")
             cell = outcome.job.cell

@@ -52,14 +52,16 @@ def build(
     workers: int = 1,
     audited: bool = True,
     cache: Cache | None = None,
+    apart: bool = False,
 ) -> Iterator[Outcome]:
     """Compile jobs, audit them, and yield each outcome as it comes.
 
-    With more than one worker the jobs run in processes of their own; one that dies takes its job with it and no other.
+    With more than one worker, or `apart`, the jobs run in processes of their own; one that dies takes its job with it
+    and no other, and this process hears of Ctrl-C while they compile.
     """
     jobs, cache = list(jobs), cache or Cache()
     tasks = [(Task(job.cell, job.variant, targets[job.cell.target].arch, cache.root, audited), job) for job in jobs]
-    if workers <= 1 and sys.flags.optimize < 2:  # without docstrings TileLang cannot even be imported
+    if workers <= 1 and not apart and sys.flags.optimize < 2:  # without docstrings TileLang cannot even be imported
         for task, job in tasks:
             yield _outcome(job, targets[job.cell.target], audited, lambda task=task: perform(task))  # type: ignore[misc]
         return

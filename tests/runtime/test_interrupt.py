@@ -1,0 +1,77 @@
+"""Ctrl-C ends a command at once, with one line, whatever is compiling."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from msa_tiles.runtime import toolchain
+
+AT_ONCE = 5.0  # seconds, on a machine that does other things too; a kernel takes longer than that
+COMMANDS = {
+    "build": ["build", "--op", "sparse_attention", "--dsl", "tilelang"],
+    "build in two processes": ["build", "--op", "sparse_attention", "--dsl", "tilelang", "--jobs", "2"],
+    "pack": ["pack", "--target", "sm90", "--dsl", "tilelang", "--out", "pack"],
+}
+
+
+def busy(group: int) -> list[int]:
+    """The processes whose parent is `group`, or whose parent's parent is."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    return [pid for pid, parent in parents.items() if group in (parent, parents.get(parent))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_compiles(name: str, tmp_path: Path) -> None:
+    try:
+        toolchain.require_compiler("tilelang")
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    environment = {**os.environ, "MSA_TILES_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "msa_tiles", *COMMANDS[name]]
+    started = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 120
+    # A stage directory is there as soon as the first kernel is being compiled.
+    while not list((tmp_path / "cache").rglob("*stag*")):
+        assert time.monotonic() < limit, "nothing is compiled"
+        assert started.poll() is None, "it ended by itself"
+        time.sleep(0.1)
+    workers = busy(started.pid)
+    assert workers, "nothing compiles in a process of its own"
+    before = time.monotonic()
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert time.monotonic() - before < AT_ONCE
+    assert started.returncode == 130
+    assert said.splitlines()[-1] == "msa-tiles: interrupted"
+    assert "Traceback" not in said
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "a compiler is still at work"
+
+
+def test_a_command_that_computes(tmp_path: Path) -> None:
+    code = (
+        "import sys; from msa_tiles import cli, codegen\n"
+        "def wait(*arguments, **options):\n"
+        "    print('waiting', flush=True)\n"
+        "    import time; time.sleep(60)\n"
+        "codegen.produce = wait\n"
+        "sys.exit(cli.main(['generate', '--check']))\n"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None and started.stdout.readline() == "waiting\n"
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert (started.returncode, said) == (130, "msa-tiles: interrupted\n")
