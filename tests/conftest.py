@@ -50,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for all GPU tests that did not run, which `-q` shows as letters alone."""
+    reason = _why_no_gpu()
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if str(reason) in str(report.longrepr)]
+    if reason is not None and skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests did not run: {reason}")
+
+
 def _draw(items: list[pytest.Item]) -> None:
     """Marks the cases of `drawn` tests that this run did not draw as slow."""
     cases: dict[str, list[tuple[int, pytest.Item]]] = {}

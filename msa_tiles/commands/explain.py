@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import collections
 import inspect
+import re
 from typing import TYPE_CHECKING
 
 from msa_tiles import console
 from msa_tiles.commands._options import named_value
 
 if TYPE_CHECKING:
+    import torch
+
     from msa_tiles.runtime.dispatch import Candidate
+    from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Registry
+
+DENSE = "dense_attention"  # has no kernels of its own
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -45,16 +51,18 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from msa_tiles.runtime import packs, tuned
-    from msa_tiles.runtime.compiler import variant_text
-    from msa_tiles.runtime.dispatch import decide
-    from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
+    from msa_tiles.runtime.facts import device_facts, target_facts
+    from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
-    cells = registry.of(args.op)
-    if not cells:
-        known = ", ".join(sorted({cell.op for cell in registry.cells}))
+    if args.op == DENSE:
+        console.say(f"{DENSE} runs FlashAttention-4 where it is installed and takes the call, else torch's attention.")
+        return 0
+    ops = [part for part in parts_of(args.op) if registry.of(part)]
+    if not ops:
+        whole = (op for op in PARTS if any(map(registry.of, parts_of(op))))
+        known = ", ".join(sorted({*whole, *(cell.op for cell in registry.cells)}))
         console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
         return 2
     usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
@@ -66,26 +74,56 @@ def run(args: argparse.Namespace) -> int:
             torch_device = torch.device(name)
             device = device_facts(torch_device, registry.targets.values())
         except (RuntimeError, AssertionError) as error:
-            console.complain(f"msa-tiles explain: --device {name}: {error}; targets: {', '.join(registry.targets)}")
+            targets = ", ".join(registry.targets)
+            why = f"no spec has a target {name}; a file in specs/targets makes one" if _is_target(name) else str(error)
+            console.complain(f"msa-tiles explain: --device {name}: {why}; targets: {targets}")
             return 2
-    given = dict(args.variant)
-    dims = {dim for cell in cells for dim in cell.variants}
-    if unknown := sorted(given.keys() - dims):
+    dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
+    if unknown := sorted(dict(args.variant).keys() - dims):
         console.complain(f"msa-tiles explain: {args.op} has no compile-time dim {unknown[0]}; it has {sorted(dims)}")
         return 2
+    if args.device is None and name != "cuda":
+        console.say(f"no CUDA device here: as if on {name}")
+    if registry.of(args.op):
+        return _explain(args.op, args, registry, torch_device, device)
+    console.say(f"{args.op} may launch kernels of {', '.join(ops)}.")
+    failures = 0
+    for op in ops:
+        console.say()
+        # What reads nothing of the precision asked for runs in its own.
+        asked = args.precision if registry.select(op, precision=args.precision) else registry.of(op)[0].precision
+        part = argparse.Namespace(**{**vars(args), "precision": asked})
+        failures += bool(_explain(op, part, registry, torch_device, device))
+    return 1 if failures else 0
+
+
+def _is_target(name: str) -> bool:
+    return re.fullmatch(r"sm_?\d+[af]?", name) is not None
+
+
+def _explain(
+    op: str, args: argparse.Namespace, registry: Registry, torch_device: torch.device, device: DeviceFacts
+) -> int:
+    """One operator's kernels; 1 where none serves the call."""
+    from msa_tiles.runtime import packs, tuned
+    from msa_tiles.runtime.compiler import variant_text
+    from msa_tiles.runtime.dispatch import decide
+    from msa_tiles.runtime.facts import CallFacts
+
+    cells = registry.of(op)
+    own = {dim for cell in cells for dim in cell.variants}
+    given = {dim: value for dim, value in args.variant if dim in own}
     features = frozenset(args.feature)
-    sharded = "k_offset" in features and _takes_shards(args.op)
+    sharded = "k_offset" in features and _takes_shards(op)
     features -= {"k_offset"} if sharded else set()
     size = tuned.bucket(args.queries) if args.queries else 0
     # A group stands for the first precision in which the operator has kernels.
-    model = next(iter(registry.select(args.op, precision=args.precision)), cells[0])
+    model = next(iter(registry.select(op, precision=args.precision)), cells[0])
     precision = args.precision if args.precision in registry.precisions else model.precision
-    call = CallFacts(args.op, torch_device, precision, {**model.ci[0], **given}, features, size=size)
+    call = CallFacts(op, torch_device, precision, {**model.ci[0], **given}, features, size=size)
     decision = decide(call, device, registry, args.backend)
-    if args.device is None and name != "cuda":
-        console.say(f"no CUDA device here: as if on {name}")
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
-    console.say(f"{args.op} on {device}: {call.precision}, {variant_text(call.variant)}{needs}")
+    console.say(f"{op} on {device}: {call.precision}, {variant_text(call.variant)}{needs}")
     if sharded:
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:

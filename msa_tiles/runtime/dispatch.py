@@ -81,22 +81,25 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
 
 
 def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
-    """The supported variant that serves the wanted dims, and why there is none."""
+    """The supported variant that serves the wanted dims, and why there is none: every dim that does not fit."""
     variant: dict[str, int] = {}
+    misfits = []
     for name, supported in cell.variants.items():
         if name not in wanted:
-            return variant, f"the call does not say {name}"
+            misfits.append(f"the call does not say {name}")
+            continue
         value = wanted[name]
         if name in cell.capacity:
             enough = [capacity for capacity in supported if capacity >= value]
-            if not enough:
-                return variant, f"{name} is {value}, wanted at most {max(supported)}"
-            variant[name] = min(enough)
+            if enough:
+                variant[name] = min(enough)
+            else:
+                misfits.append(f"{name} is {value}, wanted at most {max(supported)}")
         elif value in supported:
             variant[name] = value
         else:
-            return variant, f"{name} is {value}, wanted {_one_of(supported)}"
-    return variant, None
+            misfits.append(f"{name} is {value}, wanted {_one_of(supported)}")
+    return variant, "; ".join(misfits) or None
 
 
 def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, backend: str) -> Candidate:
@@ -109,13 +112,10 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
         refusal = f"it is for {cell.target}, the call is on {device}"
     elif not _stored_alike(cell, call, registry):
         refusal = f"it takes {cell.precision}, the call is {call.precision}"
-    elif misfit:
-        refusal = misfit
-    elif missing:
+    elif misfit or missing or call.refusals:
         why = cell.entry["refuses"]
-        refusal = "it does not serve " + "; ".join(f"{name} ({why[name]})" if name in why else name for name in missing)
-    elif call.refusals:
-        refusal = "; ".join(call.refusals)
+        unserved = [f"it does not serve {name}" + (f" ({why[name]})" if name in why else "") for name in missing]
+        refusal = "; ".join([*([misfit] if misfit else []), *unserved, *call.refusals])
     else:
         packed = packs.find(cell, variant)
         refusal = None if packed else _not_compilable(cell, variant)
