@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filter_text, filters_of, without_missing
+from msa_tiles.commands._options import add_filters, filter_text, filters_of, named_value, without_missing
 
 if TYPE_CHECKING:
+    from msa_tiles.runtime.build import Job
     from msa_tiles.runtime.cache import Entry
     from msa_tiles.runtime.registry import Cell, Registry
 
@@ -31,6 +32,15 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "--audit",
         action="store_true",
         help="inspect the machine code against plan and target, and record which cells passed",
+    )
+    parser.add_argument(
+        "--variant",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=named_value,
+        metavar="NAME=N",
+        help="one variant of each cell, the M3 shape but for these dims, and nothing is recorded",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
@@ -57,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if not installed:
         return 2
     jobs, cache = ci_jobs(installed), Cache(args.cache)
+    if args.variant:
+        jobs = _at(installed, dict(args.variant))
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
     bad = 0
@@ -71,9 +83,23 @@ def run(args: argparse.Namespace) -> int:
         rows.append((job.cell.id, variant_text(job.variant), f"{outcome.seconds:.1f}", registers, shared, result))
     console.table([rows[0], *sorted(rows[1:], key=lambda row: row[:2])])
     console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
-    if args.audit:
+    if args.audit and not args.variant:
         _record(installed, failed, registry)
     return 1 if bad else 0
+
+
+def _at(cells: Sequence[Cell], given: Mapping[str, int]) -> list[Job]:
+    """One variant of each cell. Raises ValueError where a cell has not the dim, or the dim not the value."""
+    from msa_tiles.runtime.build import Job
+
+    for cell in cells:
+        for name, value in given.items():
+            values = cell.variants.get(name)
+            if values is None:
+                raise ValueError(f"--variant {name}: {cell.id} has the dims {', '.join(cell.variants) or 'none'}")
+            if value not in values:
+                raise ValueError(f"--variant {name}={value}: {cell.id} has {', '.join(map(str, values))}")
+    return [Job(cell, {**cell.ci[0], **given}) for cell in cells]
 
 
 def _build_for(args: argparse.Namespace, registry: Registry) -> int:
@@ -85,10 +111,10 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.parts import jobs_for
 
-    if args.audit or args.op or args.precision:
+    if args.audit or args.op or args.precision or args.variant:
         console.complain(
             "msa-tiles build: --for names operators and precisions itself (sparse_attention,precision=fp8) and audits "
-            "nothing: leave out --op, --precision and --audit"
+            "nothing: leave out --op, --precision, --variant and --audit"
         )
         return 2
     target = args.target

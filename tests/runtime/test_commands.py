@@ -12,6 +12,7 @@ import torch
 from msa_tiles import cli
 from msa_tiles.codegen.digest import digest_of
 from msa_tiles.runtime import registry as registry_module
+from msa_tiles.runtime.build import Job, Outcome
 from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
 
@@ -117,6 +118,27 @@ def test_build_refuses_filters_that_match_nothing(capsys: pytest.CaptureFixture[
     assert cli.main(["build", "--op", "combine", "--dsl", "cutedsl"]) == 2
     assert "no cell matches --op combine --dsl cutedsl" in capsys.readouterr().err
     assert cli.main(["build", "--jobs", "0"]) == 2
+
+
+def test_build_of_one_variant_is_audited_and_not_recorded(
+    capsys: pytest.CaptureFixture[str], generated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def built(jobs: list[Job], *_: object, **options: object) -> list[Outcome]:
+        asked.append((jobs, options))
+        return [Outcome(job, None, 0.0, ()) for job in jobs]
+
+    monkeypatch.setattr("msa_tiles.runtime.build.build", built)
+    assert cli.main(["build", "--audit", "--variant", "capacity=8"]) == 0
+    [([job], options)] = asked
+    assert (job.variant, options["audited"]) == ({"width": 64, "capacity": 8}, True)
+    assert not (generated / "compiled.json").exists()
+    assert cli.main(["build", "--variant", "capacity=5"]) == 2
+    assert "--variant capacity=5: scale_rows.tilelang.sm90.bf16 has 4, 8" in capsys.readouterr().err
+    assert cli.main(["build", "--variant", "depth=5"]) == 2
+    assert "--variant depth: scale_rows.tilelang.sm90.bf16 has the dims width, capacity" in capsys.readouterr().err
+    assert cli.main(["build", "--for", "scale_rows", "--variant", "capacity=8"]) == 2
 
 
 def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
