@@ -123,6 +123,7 @@ def test_another_architecture_is_another_digest() -> None:
 
 
 @pytest.mark.parametrize("plan", GENERATED.plans, ids=lambda plan: plan.cell)
+@pytest.mark.drawn(8)
 def test_the_digest_covers_the_helpers(plan: codegen.KernelPlan, tmp_path: Path) -> None:
     text = GENERATED.files[GENERATED.paths[plan.cell]]
     imported = re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}\.(?!operands)(\w+) import", text, re.MULTILINE)

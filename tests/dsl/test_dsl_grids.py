@@ -75,6 +75,7 @@ def counted(cell: Cell, size: ast.expr) -> set[str]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+@pytest.mark.drawn(6)
 def test_what_may_be_long_lies_on_the_first_axis(cell: Cell) -> None:
     launched = grids(cell)
     assert launched

@@ -132,7 +132,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_the_split_is_that_of_the_reference(name: str) -> None:
     check(CALLS[name])
 

@@ -63,6 +63,7 @@ def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Cas
 
 
 @pytest.mark.parametrize(("op", "precision"), [*((op, "bf16") for op in sorted(operators.CHECKS)), *QUANTISED])
+@pytest.mark.drawn(4)
 def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
     found = small_cases(op, specs, precision)
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
@@ -167,6 +168,7 @@ def move_an_edge(outputs: list[torch.Tensor]) -> None:
         ("build_schedule", move_an_edge),
     ],
 )
+@pytest.mark.drawn(6)
 def test_a_wrong_answer_is_noticed(op: str, spoil, specs: spec.Specs) -> None:  # type: ignore[no-untyped-def]
     planted(op, specs, spoil)
 
