@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import random
 
+import hypothesis
 import pytest
 import torch
 
 CAPABILITY_MAJOR = 9
+# How long an example takes is the machine's business, not the code's.
+hypothesis.settings.register_profile("msa_tiles", deadline=None)
+hypothesis.settings.load_profile("msa_tiles")
 
 
 def _why_no_gpu() -> str | None:

@@ -74,7 +74,7 @@ FAULTS = {
         "sparse_decode", SYNC + r"(\n +T\.pdl_trigger\(\)\n +limit = )", r"pass\1", **SIZES, group=8, topk=3
     ),
     "sparse_decode: no wait for scores": unawaited(
-        "sparse_decode", SYNC + r"(\n +T\.pdl_trigger\(\)\n +read = )", r"pass\1",
+        "sparse_decode", SYNC + r"(\n +T\.pdl_trigger\(\)\n +sums = )", r"pass\1",
         **SIZES, group=8, topk=3, scored_blocks=1024,
     ),
     "sparse_decode: lse of the third head": third_head("sparse_decode", r"partial_lse\[split, token, "),

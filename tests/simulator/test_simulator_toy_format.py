@@ -19,12 +19,28 @@ OPERAND = '''"""Keys or values of int8 with float32 scales, which the producer m
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import declares
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.operands import e4m3
 from msa_tiles.dsl.tilelang.operands.e4m3 import Stored, start, weigh
 
 TENSORS = ("", "_scale")
 STARTS = True
+
+
+@declares
+def multiplied(name, token_scales):
+    return "bfloat16"
+
+
+@declares
+def parts(name, head_dim, block_size, stages, **more):
+    # Bytes are bytes: the ring has the size that it has for e4m3.
+    found = e4m3.parts(name, head_dim, block_size, stages, **more)
+    tiles = name + "_tiles"
+    return found._replace(
+        buffers=tuple(each._replace(element="bfloat16") if each.name == tiles else each for each in found.buffers)
+    )
 
 
 class Operand(e4m3.Operand):
@@ -38,8 +54,8 @@ class Operand(e4m3.Operand):
         )
 
 
-def allocate(operand, stages):
-    held = e4m3.allocate(operand, stages)
+def allocate(operand, table, stages):
+    held = e4m3.allocate(operand, table, stages)
     return held._replace(raw=T.alloc_shared([stages, operand.block_size, operand.head_dim], "int8"))
 
 
