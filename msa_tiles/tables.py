@@ -23,7 +23,7 @@ NAME = "cta"  # of the function that makes the table
 MARK = "declares"
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=64)
 def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
     """The function of a kernel's text that makes its table of the compile-time dims; None where it has none.
 

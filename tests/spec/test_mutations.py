@@ -31,6 +31,7 @@ def specs() -> Specs:
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if Path(file).stem not in WAITING])
+@pytest.mark.drawn(2)
 def test_every_change_is_refused_or_changes_what_is_generated(file: str, specs: Specs) -> None:
     root = ROOTS[file]
     part = only_what_reads(file, specs)
