@@ -12,7 +12,7 @@ The consumer has two score tiles: one is multiplied while the other is reduced. 
 
 import tilelang.language as T
 
-from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
+from msa_tiles.dsl.table import BYTES, TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
@@ -39,6 +39,7 @@ SLOTS = 2 * STAGES  # % if precision.scale
 @declares
 def cta(head_dim, block_size, pages_per_block, key_scales=0):
     scale = buffer("key_scale", "float32", slots=2 * STAGES, keys=128, note="twice the ring")
+    atom = min(8 * head_dim * BYTES[ELEMENT], 1024)  # what a swizzle repeats after
     return Table(
         roles=(
             Role(
@@ -54,8 +55,8 @@ def cta(head_dim, block_size, pages_per_block, key_scales=0):
             Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),), fills=("keys",)),
         ),
         buffers=(
-            buffer("queries", ELEMENT, align=1024, consumers=CONSUMERS, rows=ROWS, head_dim=head_dim),
-            buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            buffer("queries", ELEMENT, align=atom, consumers=CONSUMERS, rows=ROWS, head_dim=head_dim),
+            buffer("keys", ELEMENT, align=atom, stages=STAGES, block_size=block_size, head_dim=head_dim),
             buffer("gathered", "float32", consumers=CONSUMERS, rows=ROWS, blocks=GATHER + 1),
             *((scale,) if key_scales else ()),
         ),
