@@ -158,7 +158,8 @@ def test_a_child_of_a_fork_compiles_for_itself(cell: Cell, target: Target, log: 
 @pytest.mark.slow
 def test_whoever_is_interrupted_leaves_no_compiler_behind(cell: Cell, log: Path, tmp_path: Path) -> None:
     code = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]
 from pathlib import Path
 import fake_worker
