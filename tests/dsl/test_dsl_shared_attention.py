@@ -634,7 +634,8 @@ SCORED = """        warpgroup.wait_group(0)
 WEIGHED = "            warpgroup.wait_group(1)\n        arrive(shared.free + held)\n"
 WAIT = "cute.arch.mbarrier_wait(shared."
 CONSUMED = "\n            num = shared.tiles[entry, 0]\n            most = shared.tiles[entry, 1]\n            numbers"
-ANNOUNCED = "            if lane == 0:\n                cute.arch.mbarrier_arrive(shared.tile_full"
+ANNOUNCED = "            arrive(shared.tile_full + entry)\n"
+ALONE = "            if lane == 0:\n                cute.arch.mbarrier_arrive(shared.tile_full + entry)\n"
 MEETING = "cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)\n"
 DEPENDENCY = "            if turn == 0:\n                cute.arch.griddepcontrol_wait()\n"
 
@@ -701,10 +702,7 @@ FAULTS = {
         f"(turn // TILES) & 1){CONSUMED}", f"(turn // TILES + 1) & 1){CONSUMED}"
     ),
     "a tile is not waited for": Fault(f"{WAIT}tile_full + entry, (turn // TILES) & 1){CONSUMED}", f"pass{CONSUMED}"),
-    "a tile is announced before all lanes have written it": Fault(
-        f"            cute.arch.sync_warp()\n{ANNOUNCED}",
-        ANNOUNCED,
-    ),
+    "a tile is announced before all lanes have written it": Fault(ANNOUNCED, ALONE),
     "a tile is overwritten while it is read": Fault("TILES = 4", "TILES = 3", SHORT),
     "Q is overwritten while it is read": Fault(f"{WAIT}q_free, q_phase)", "pass", DENSE),
     "Q is read before it came": Fault(f"{WAIT}q_full, q_phase)", "pass"),
