@@ -21,6 +21,13 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only cells of this {what}")
 
 
+def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
+    """Option that names compile-time dims: pairs of name and value in `variant`."""
+    parser.add_argument(
+        "--variant", nargs="+", action="extend", default=[], type=named_value, metavar="NAME=N", help=help
+    )
+
+
 def filters_of(args: argparse.Namespace) -> dict[str, str | None]:
     """What was given for them, as keywords of `Registry.select`."""
     return {name: getattr(args, name) for name in FILTERS}

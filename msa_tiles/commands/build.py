@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filter_text, filters_of, named_value, without_missing
+from msa_tiles.commands._options import add_filters, add_variant, filter_text, filters_of, without_missing
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job
@@ -33,15 +33,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="inspect the machine code against plan and target, and record which cells passed",
     )
-    parser.add_argument(
-        "--variant",
-        nargs="+",
-        action="extend",
-        default=[],
-        type=named_value,
-        metavar="NAME=N",
-        help="one variant of each cell, the M3 shape but for these dims, and nothing is recorded",
-    )
+    add_variant(parser, "one variant of each cell, the M3 shape but for these dims, and nothing is recorded")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
     parser.set_defaults(func=run)

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from msa_tiles import console
-from msa_tiles.commands._options import named_value
+from msa_tiles.commands._options import add_variant
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +29,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the target with most kernels)",
     )
     parser.add_argument("--precision", default="bf16", help="precision of the call, or its group (default bf16)")
-    parser.add_argument(
-        "--variant",
-        nargs="+",
-        action="extend",
-        default=[],
-        type=named_value,
-        metavar="NAME=N",
-        help="compile-time dims of the call; the rest are those of the M3 shape",
-    )
+    add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
     parser.add_argument(
         "--feature", nargs="+", action="extend", default=[], metavar="NAME", help="what the call needs, such as paged"
     )
