@@ -107,13 +107,13 @@ class IndexScore:
             **self.options,
         )
         # Of a head with small scales, small errors count.
-        unit = unit_of_scores(self.scales, self.shape)
+        unit = unit_of_scores(self.scales, self.shape, wanted.device)
         return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"])
 
 
-def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """What errors of scores [Hi, T, …] are counted in: the scales of the queries, [Hi, T, 1]."""
-    q_scale = scales.get("q_scale", torch.ones(()))
+def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """What errors of scores [Hi, T, …] are counted in: the scales of the queries, [Hi, T, 1], or ones on `device`."""
+    q_scale = scales["q_scale"] if "q_scale" in scales else torch.ones((), device=device)
     return q_scale.expand(shape[1], shape[0]).T[..., None]
 
 
@@ -215,7 +215,7 @@ class SelectBlocks:
         scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where, **self.scales)
         # Heads of a group are ranked together, so that errors count beside the largest scale among them.
         groups = (self.shape[0], -1)
-        unit = unit_of_scores(self.scales, scores.shape).to(scores.device).unflatten(0, groups).amax(1)
+        unit = unit_of_scores(self.scales, scores.shape, scores.device).unflatten(0, groups).amax(1)
         scores = scores.unflatten(0, groups).nan_to_num(nan=-torch.inf).amax(1) / unit
         compare.selections(
             "out",
