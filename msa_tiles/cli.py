@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add(subparsers)
     args = parser.parse_args(argv)
@@ -32,16 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         console.close()
         return CLOSED_PIPE
-    except ToolError as error:  # a compiler, a DSL or the cache: the message says which, and what to do
-        console.complain(f"msa-tiles: {error}")
-        return 2
-    except ValueError as error:  # bad specs and bad calls explain themselves in one sentence
-        console.complain(f"msa-tiles: {error}")
+    except (ToolError, ValueError) as error:
+        # A compiler, a DSL or the cache; bad specs and bad calls. The message says which, and what to do.
+        console.complain(f"msa-tiles {args.command}: {error}")
         return 2
     except OSError as error:  # a path that cannot be read or written
         if error.filename is None:
             raise
-        console.complain(f"msa-tiles: {error.filename}: {error.strerror}")
+        console.complain(f"msa-tiles {args.command}: {error.filename}: {error.strerror}")
         return 2
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from msa_tiles import names
 from msa_tiles.bench import cases, harness, rows
 from msa_tiles.bench.harness import Benchmark, Say
 from msa_tiles.bench.operators import BENCHMARKS
@@ -60,18 +61,17 @@ class Done:
 def plan(ops: Sequence[str], labels: Sequence[str], precisions: Sequence[str]) -> list[Job]:
     """The jobs of these operators, cases and precisions; of all of them where nothing is named.
 
-    Raises ValueError for an operator that is not benchmarked, and for a case or precision that none of them has.
+    Raises ValueError for an operator that is not benchmarked, for a case or precision that none of them has, and where
+    nothing is left.
     """
-    for op in ops:
-        if op not in BENCHMARKS:
-            raise ValueError(f"no operator {op!r} is benchmarked; there are {', '.join(BENCHMARKS)}")
+    names.check("benchmark OP", ops, BENCHMARKS)
     chosen = [benchmark for op, benchmark in BENCHMARKS.items() if not ops or op in ops]
-    _known("--cases", labels, [label for benchmark in chosen for label in benchmark.labels])
+    names.check("--cases", labels, [label for benchmark in chosen for label in benchmark.labels])
     try:
         wanted = named_precisions(precisions, [name for benchmark in chosen for name in benchmark.precisions])
     except ValueError as error:
         raise ValueError(f"--precision: {error}") from error
-    return [
+    jobs = [
         Job(benchmark, label, precision)
         for benchmark in chosen
         for precision in benchmark.precisions
@@ -79,13 +79,9 @@ def plan(ops: Sequence[str], labels: Sequence[str], precisions: Sequence[str]) -
         for label in benchmark.labels
         if not labels or label in labels
     ]
-
-
-def _known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            every = ", ".join(dict.fromkeys(known))
-            raise ValueError(f"{option} {name} is unknown to these operators; they have {every}")
+    if not jobs:
+        raise ValueError("no case is of all that --cases, --precision and OP name; leave one of them out")
+    return jobs
 
 
 def missing_kernels(job: Job, dsls: Sequence[str], target: str | None, registry: Registry) -> str:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from msa_tiles import console
+from msa_tiles import console, names
+from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
-    from msa_tiles.runtime.registry import Cell
+    from msa_tiles.runtime.facts import DeviceFacts
+    from msa_tiles.runtime.registry import Cell, Registry
 
 FILTERS = ("op", "dsl", "target", "precision")
+
+
+def add_names(parser: argparse.ArgumentParser, option: str, metavar: str, help: str) -> None:
+    """Option that takes names, separated by commas, and may be repeated: a list, which is empty where nobody names."""
+    parser.add_argument(option, action="extend", default=[], type=listed, metavar=metavar, help=f"{help}; repeatable")
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Options that narrow a command down to some cells."""
     for name in FILTERS:
-        what = "precision or group of precisions, such as fp8" if name == "precision" else name
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only cells of this {what}")
+        what = "precisions or groups of precisions, such as fp8" if name == "precision" else f"{name}s"
+        add_names(parser, f"--{name}", f"{name.upper()},…", f"only cells of these {what}")
 
 
 def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
@@ -28,14 +35,77 @@ def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-def filters_of(args: argparse.Namespace) -> dict[str, str | None]:
+def filters_of(args: argparse.Namespace) -> dict[str, list[str]]:
     """What was given for them, as keywords of `Registry.select`."""
     return {name: getattr(args, name) for name in FILTERS}
 
 
-def filter_text(filters: Mapping[str, str | None]) -> str:
-    """The filters as they were typed, for a message."""
-    return " ".join(f"--{name} {value}" for name, value in filters.items() if value is not None)
+def filter_text(filters: Mapping[str, Iterable[str]]) -> str:
+    """The filters as they may be typed, for a message."""
+    return " ".join(f"--{name} {','.join(given)}" for name, given in filters.items() if given)
+
+
+def check_filters(filters: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:
+    """Raise ValueError for a name that nothing has, with the one that may have been meant."""
+    for name, given in filters.items():
+        names.check(f"--{name}", given, known[name])
+
+
+def known_names(registry: Registry) -> dict[str, list[str]]:
+    """What each filter may name, and the features that calls may need."""
+    groups = (entry["group"] for entry in registry.formats.values())
+    features = {name for cell in registry.cells for name in (*cell.features, *cell.entry["refuses"])}
+    return {
+        "op": list(dict.fromkeys(cell.op for cell in registry.cells)),
+        "dsl": list(DSLS),
+        "target": list(registry.targets),
+        "precision": list(dict.fromkeys((*registry.precisions, *groups))),
+        "feature": sorted(features | {"k_offset"}),
+    }
+
+
+def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
+    """The cells that match the filters.
+
+    Raises ValueError for a name that does not exist, and where no cell is left.
+    """
+    from msa_tiles.runtime.parts import PARTS, parts_of
+
+    filters = filters_of(args)
+    known = known_names(registry)
+    ops = known["op"]
+    for op in filters["op"]:
+        if op in PARTS and op not in ops:
+            launched = ",".join(part for part in parts_of(op) if part in ops)
+            raise ValueError(f"--op {op} has no kernels of its own, it launches those of others: --op {launched}")
+    check_filters(filters, known)
+    cells = registry.select(**filters)
+    if not cells:
+        raise ValueError(f"no cell matches {filter_text(filters) or 'an empty index'}; `msa-tiles support` lists all")
+    return cells
+
+
+def on_target(cells: Iterable[Cell], facts: DeviceFacts, args: argparse.Namespace) -> list[Cell]:
+    """Those that run on a device. Raises ValueError where none does."""
+    cells = list(cells)
+    found = [cell for cell in cells if cell.target == facts.target]
+    if not found:
+        targets = ", ".join(dict.fromkeys(cell.target for cell in cells))
+        raise ValueError(f"no cell that matches {filter_text(filters_of(args))} is for {facts}; they are for {targets}")
+    return found
+
+
+def only(option: str, given: Sequence[str], why: str) -> str:
+    """The one name that an option has. Raises ValueError for several."""
+    if len(set(given)) != 1:
+        raise ValueError(f"{option} {','.join(given)}: {why}")
+    return given[0]
+
+
+def at_least(option: str, value: float, least: float) -> None:
+    """Raise ValueError for a number that is too small."""
+    if not value >= least:
+        raise ValueError(f"{option} is {value:g}, wanted at least {least:g}")
 
 
 def without_missing(cells: Iterable[Cell]) -> list[Cell]:
@@ -56,3 +126,11 @@ def named_value(text: str) -> tuple[str, int]:
     if not (name and equals and value.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER, for example head_dim=128")
     return name, int(value)
+
+
+def listed(text: str) -> list[str]:
+    """Parse `one,two` for argparse."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: leave the option out for everything")
+    return found

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msa_tiles import console
+from msa_tiles import console, names
+from msa_tiles.commands._options import add_names, listed, only
+from msa_tiles.errors import ToolError
+from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
     from msa_tiles.bench.rows import Row
     from msa_tiles.bench.session import Job
 
 OUT = Path("msa_bench")
+NO_PEER = "none"
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -21,23 +25,13 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "bench",
         help="time operators against their peers, as a table and charts",
         description="Checks our kernels and every installed peer against the reference, times them one after the other "
-        "in both orders, and prints a table. Names may be separated by spaces or commas.",
+        "in both orders, and prints a table. Names are separated by commas.",
     )
-    many: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "type": _names}
-    parser.add_argument("ops", nargs="*", default=[], type=_names, metavar="OP", help="operators (default: all)")
-    parser.add_argument(
-        "--cases", **many, metavar="CASE", help="only these cases, such as prefill_32k_u (default: all)"
-    )
-    parser.add_argument("--precision", **many, metavar="NAME", help="only these precisions (default: all)")
-    parser.add_argument("--backend", **many, metavar="DSL", help="only the kernels of these DSLs (default: all)")
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        action="extend",
-        type=_names,
-        metavar="NAME",
-        help="only these peers; none without a name (default: all that are installed)",
-    )
+    parser.add_argument("ops", nargs="*", default=[], type=listed, metavar="OP", help="operators (default: all)")
+    add_names(parser, "--cases", "CASE,…", "only these cases, such as prefill_32k_u (default: all)")
+    add_names(parser, "--precision", "NAME,…", "only these precisions or groups of them (default: all)")
+    add_names(parser, "--backend", "DSL,…", "only the kernels of these DSLs (default: all)")
+    add_names(parser, "--peers", "NAME,…", f"only these peers, or {NO_PEER} (default: all that are installed)")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="sustained run of each contender in each order (default 1)"
     )
@@ -49,10 +43,10 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--from",
         dest="files",
-        nargs="+",
+        action="append",
         type=Path,
         metavar="FILE",
-        help="time nothing: show the rows of earlier runs; needs no GPU",
+        help="time nothing: show the rows of an earlier run; needs no GPU; repeatable",
     )
     parser.add_argument(
         "--agreement",
@@ -76,28 +70,28 @@ def _agreement(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.bench import charts, session
 
     if args.agreement:
         return _agreement(args)
-    args.ops, args.cases, args.precision, args.backend = map(
-        _flat, (args.ops, args.cases, args.precision, args.backend)
-    )
+    args.ops = [op for found in args.ops for op in found]
     jobs = session.plan(args.ops, args.cases, args.precision)
+    names.check("--backend", args.backend, DSLS)
+    names.check("--peers", args.peers, (*session.PEERS, NO_PEER))
+    if NO_PEER in args.peers:
+        args.peers = [only("--peers", args.peers, f"{NO_PEER} stands alone")]
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
+    if args.files and args.out is not None:
+        raise ValueError("--out: --from times nothing, so that there are no rows to write; leave one of them out")
     if args.charts is not None and not charts.available():
-        console.complain("msa-tiles bench: --charts needs matplotlib: pip install 'msa-tiles[demo]'")
-        return 2
+        raise ToolError("--charts needs matplotlib: pip install 'msa-tiles[demo]'")
     if args.files:
         results = _recorded(args.files, jobs, args)
         failures: list[str] = []
         if not results:
-            console.complain(f"msa-tiles bench: --from: no such rows in {', '.join(map(str, args.files))}")
-            return 2
+            raise ValueError(f"--from: no such rows in {', '.join(map(str, args.files))}")
     else:
         timed = _timed(jobs, args)
         if timed is None:
@@ -109,18 +103,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures or not met else 0
 
 
-def _flat(lists: Iterable[Sequence[str]] | None) -> list[str]:
-    return [name for names in lists or () for name in names]
-
-
 def _recorded(files: Sequence[Path], jobs: Sequence[Job], args: argparse.Namespace) -> list[Row]:
-    """The rows of the files; only those asked for, where something was asked for."""
+    """The rows of the files, with the figures of peers; only those asked for, where something was asked for."""
     from msa_tiles.bench import rows
 
     found: list[Row] = [row for file in files for row in rows.read(file)]
     if args.ops or args.cases or args.precision:
         wanted = {(job.benchmark.op, job.label, job.precision) for job in jobs}
         found = [row for row in found if (row["op"], row["case"], row["precision"]) in wanted]
+    if args.peers:
+        found = [
+            {**row, "baselines": {peer: ms for peer, ms in row["baselines"].items() if peer in args.peers}}
+            for row in found
+        ]
     return [row for row in found if not args.backend or row["dsl"] in args.backend]
 
 
@@ -132,22 +127,9 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
     from msa_tiles.runtime import toolchain
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
-    from msa_tiles.spec.model import DSLS
 
-    for option, given, known in (
-        ("--backend", args.backend, DSLS),
-        ("--peers", peers := _flat(args.peers), session.PEERS),
-    ):
-        for name in given:
-            if name not in known:
-                raise ValueError(f"{option} {name} is unknown, wanted one of {', '.join(known)}")
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
     if not torch.cuda.is_available():
-        console.complain(
-            "msa-tiles bench: there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs"
-        )
-        return None
+        raise ValueError("there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs")
     dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)
     for dsl, reason in ((dsl, toolchain.missing(dsl)) for dsl in dsls):
         if reason is not None:
@@ -162,7 +144,8 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
     torch.cuda.set_device(device)
     facts = device_facts(device, registry.targets.values())
     path = OUT / rows.file_name(facts.name) if args.out is None else args.out
-    settings = session.Settings(dsls, None if args.peers is None else tuple(peers), args.seconds)
+    peers = tuple(peer for peer in args.peers if peer != NO_PEER) if args.peers else None
+    settings = session.Settings(dsls, peers, args.seconds)
     console.note(f"{len(jobs)} cases on {facts}; rows go to {path}")
     results: list[Row] = []
     failures: list[str] = []

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, add_variant, filter_text, filters_of, without_missing
+from msa_tiles.commands._options import (
+    add_filters,
+    add_variant,
+    at_least,
+    check_filters,
+    select,
+    without_missing,
+)
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job
@@ -45,17 +52,11 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.registry import default_registry
 
-    if args.jobs < 1:
-        console.complain(f"msa-tiles build: --jobs is {args.jobs}, wanted at least 1")
-        return 2
+    at_least("--jobs", args.jobs, 1)
     registry = default_registry()
     if args.calls:
         return _build_for(args, registry)
-    cells = registry.select(**filters_of(args))
-    if not cells:
-        console.complain(f"msa-tiles build: no cell matches {filter_text(filters_of(args)) or 'an empty index'}")
-        return 2
-    installed = without_missing(cells)
+    installed = without_missing(select(args, registry))
     if not installed:
         return 2
     jobs, cache = ci_jobs(installed), Cache(args.cache)
@@ -102,28 +103,33 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.parts import jobs_for
+    from msa_tiles.spec.model import DSLS
 
     if args.audit or args.op or args.precision or args.variant:
-        console.complain(
-            "msa-tiles build: --for names operators and precisions itself (sparse_attention,precision=fp8) and audits "
-            "nothing: leave out --op, --precision, --variant and --audit"
+        raise ValueError(
+            "--for names operators and precisions itself (sparse_attention,precision=fp8) and audits nothing: leave "
+            "out --op, --precision, --variant and --audit"
         )
-        return 2
-    target = args.target
-    if target is None and torch.cuda.is_available():
-        target = device_facts(torch.device("cuda"), registry.targets.values()).target
-    if target not in registry.targets:
-        console.complain(f"msa-tiles build: --for needs --target, one of {', '.join(registry.targets)}")
-        return 2
-    wanted = {str(job): job for call in args.calls for job in jobs_for(call, registry, target)}
-    jobs = [job for job in wanted.values() if args.dsl in (None, job.cell.dsl)]
+    check_filters({"dsl": args.dsl, "target": args.target}, {"dsl": DSLS, "target": registry.targets})
+    targets = args.target
+    if not targets and torch.cuda.is_available():
+        here = device_facts(torch.device("cuda"), registry.targets.values()).target
+        targets = [] if here is None else [here]
+    if not targets:
+        raise ValueError(f"--for needs --target, one of {', '.join(registry.targets)}")
+    wanted = {str(job): job for target in targets for call in args.calls for job in jobs_for(call, registry, target)}
+    jobs = [job for job in wanted.values() if not args.dsl or job.cell.dsl in args.dsl]
+    if wanted and not jobs:
+        raise ValueError(f"--dsl {','.join(args.dsl)}: the kernels that would run are all of another DSL")
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache), apart=True)
     bad = 0
     for outcome, _ in zip(outcomes, console.progress(len(jobs), "compiling"), strict=True):
         if not outcome.good:
             bad += 1
             console.complain(f"{outcome.job}: {outcome.complaints[0]}")
-    console.say(f"{len(jobs) - bad} of {len(jobs)} kernels are compiled for {target}: {', '.join(args.calls)}")
+    console.say(
+        f"{len(jobs) - bad} of {len(jobs)} kernels are compiled for {', '.join(targets)}: {', '.join(args.calls)}"
+    )
     return 1 if bad else 0
 
 

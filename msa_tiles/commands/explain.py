@@ -9,7 +9,9 @@ import re
 from typing import TYPE_CHECKING
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_variant
+from msa_tiles.commands._options import add_names, add_variant, known_names
+from msa_tiles.names import check, unknown
+from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +32,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--precision", default="bf16", help="precision of the call, or its group (default bf16)")
     add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
-    parser.add_argument(
-        "--feature", nargs="+", action="extend", default=[], metavar="NAME", help="what the call needs, such as paged"
-    )
+    add_names(parser, "--feature", "NAME,…", "what the call needs, such as paged")
     parser.add_argument(
         "--queries", type=int, default=0, metavar="N", help="query tokens of the call (default unknown)"
     )
@@ -54,9 +54,11 @@ def run(args: argparse.Namespace) -> int:
     ops = [part for part in parts_of(args.op) if registry.of(part)]
     if not ops:
         whole = (op for op in PARTS if any(map(registry.of, parts_of(op))))
-        known = ", ".join(sorted({*whole, *(cell.op for cell in registry.cells)}))
-        console.complain(f"msa-tiles explain: no operator {args.op!r} has kernels; known: {known}")
-        return 2
+        raise ValueError(unknown("operator", args.op, sorted({*whole, *(cell.op for cell in registry.cells), DENSE})))
+    known = known_names(registry)
+    check("--precision", [args.precision], known["precision"])
+    check("--feature", args.feature, known["feature"])
+    check("--backend", [args.backend], ("auto", *DSLS))
     usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
     name = args.device or ("cuda" if torch.cuda.is_available() else usual)
     if name in registry.targets:
@@ -68,12 +70,9 @@ def run(args: argparse.Namespace) -> int:
         except (RuntimeError, AssertionError) as error:
             targets = ", ".join(registry.targets)
             why = f"no spec has a target {name}; a file in specs/targets makes one" if _is_target(name) else str(error)
-            console.complain(f"msa-tiles explain: --device {name}: {why}; targets: {targets}")
-            return 2
+            raise ValueError(f"--device {name}: {why}; targets: {targets}") from error
     dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
-    if unknown := sorted(dict(args.variant).keys() - dims):
-        console.complain(f"msa-tiles explain: {args.op} has no compile-time dim {unknown[0]}; it has {sorted(dims)}")
-        return 2
+    check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))
     if args.device is None and name != "cuda":
         console.say(f"no CUDA device here: as if on {name}")
     if registry.of(args.op):

@@ -6,15 +6,13 @@ import argparse
 from pathlib import Path
 
 from msa_tiles import console
+from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of
 from msa_tiles.paths import generated_dir, specs_dir
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="write the kernels that the specs ask for", description=__doc__)
-    for axis in ("op", "dsl", "target", "precision"):
-        parser.add_argument(
-            f"--{axis}", action="append", default=[], metavar="NAME", help=f"only this {axis}; repeatable"
-        )
+    add_filters(parser)
     parser.add_argument("--specs", type=Path, default=specs_dir(), metavar="DIR", help="specs to read (%(default)s)")
     parser.add_argument("--out", type=Path, default=generated_dir(), metavar="DIR", help="where to write (%(default)s)")
     parser.add_argument(
@@ -29,24 +27,19 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec.precisions import named
 
     specs = spec.load(args.specs)
-    known = {"op": specs.operators, "dsl": DSLS, "target": specs.targets}
-    for axis, names in known.items():
-        for name in getattr(args, axis):
-            if name not in names:
-                console.complain(f"--{axis} {name} is unknown; known: {', '.join(names)}")
-                return 2
+    filters = filters_of(args)
     groups = {name: precision.group for name, precision in specs.precisions.items()}
-    try:
-        precisions = named(args.precision, groups, [format.group for format in specs.formats.values()])
-    except ValueError as error:
-        console.complain(f"--precision: {error}")
-        return 2
+    known_groups = [format.group for format in specs.formats.values()]
+    axes = {"op": specs.operators, "dsl": DSLS, "target": specs.targets, "precision": [*groups, *known_groups]}
+    check_filters(filters, axes)
+    precisions = named(args.precision, groups, known_groups)
     if args.precision and not precisions:
-        console.complain(f"--precision {' '.join(args.precision)}: no precision is of this group as yet")
-        return 2
+        raise ValueError(f"--precision {','.join(args.precision)}: no precision is of this group as yet")
     selection = codegen.Selection(args.op, args.dsl, args.target, precisions)
     generated = codegen.produce(specs, tree=args.specs)
     count = sum(selection.holds(plan.cell) for plan in generated.plans)
+    if not count and any(filters.values()):
+        raise ValueError(f"no row of a spec matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
     if args.check:
         problems = codegen.drift(generated, args.out, selection)
         for problem in problems:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from msa_tiles import console
+from msa_tiles import console, names
+from msa_tiles.commands._options import add_names, at_least, only
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("pack", help="make a pack of compiled kernels, without a GPU", description=__doc__)
-    parser.add_argument("--target", required=True, metavar="TARGET", help="GPU family of the kernels, such as sm90")
+    add_names(parser, "--target", "TARGET", "GPU family of the kernels, such as sm90; a pack is for one")
     parser.add_argument(
         "--points",
         default="all",
         metavar="SET",
         help="serving, training, all (default), or a JSON file: a list of objects with op, precision, dsl and variant",
     )
-    parser.add_argument(
-        "--dsl", default="best", metavar="DSL", help="tilelang, cutedsl, both, or best: what was measured to be faster"
-    )
+    add_names(parser, "--dsl", "DSL,…", "tilelang, cutedsl, both, or best (default): what was measured to be faster")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new directory, or a wheel (*.whl)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache of compiled kernels (default: that of calls)")
@@ -37,17 +36,16 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec.model import DSLS
 
     registry = default_registry()
-    choices = {"--target": (args.target, registry.targets), "--dsl": (args.dsl, (*DSLS, points.BOTH, points.BEST))}
-    for option, (value, known) in choices.items():
-        if value not in known:
-            console.complain(f"msa-tiles pack: {option} is {value!r}, wanted one of {', '.join(known)}")
-            return 2
-    if args.jobs < 1:
-        console.complain(f"msa-tiles pack: --jobs is {args.jobs}, wanted at least 1")
-        return 2
-    target, cache = registry.targets[args.target], Cache(args.cache)
+    if not args.target:
+        raise ValueError(f"--target is missing; it is one of {', '.join(registry.targets)}")
+    names.check("--target", args.target, registry.targets)
+    names.check("--dsl", args.dsl, (*DSLS, points.BOTH, points.BEST))
+    target = registry.targets[only("--target", args.target, "a pack is for one target; make one for each")]
+    dsl = points.BOTH if set(DSLS) <= set(args.dsl) else only("--dsl", args.dsl or [points.BEST], "name one of these")
+    at_least("--jobs", args.jobs, 1)
+    cache = Cache(args.cache)
     make.refuse_machine()
-    jobs = points.jobs_of(args.points, registry, args.target, args.dsl)
+    jobs = points.jobs_of(args.points, registry, target.name, dsl)
     if args.out.suffix == ".whl":
         packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
     else:
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         pass
     made = (wheel if args.out.suffix == ".whl" else make).described(args.out)
     console.say(
-        f"{made.place}: {made.kernels} kernels for {args.target}, {made.bytes / 1e6:.1f} MB; "
+        f"{made.place}: {made.kernels} kernels for {target.name}, {made.bytes / 1e6:.1f} MB; "
         f"for Linux on {make.MACHINE}, glibc {made.glibc} or newer, {made.tvm_ffi}"
     )
     return 0

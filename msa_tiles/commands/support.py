@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filter_text, filters_of
+from msa_tiles.commands._options import add_filters, select
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.registry import Cell, Registry
@@ -24,11 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
-    cells = registry.select(**filters_of(args))
-    if not cells and not args.json:
-        console.complain(f"msa-tiles support: no cell matches {filter_text(filters_of(args))}".rstrip())
-        return 2
-    rows = [describe(cell, registry) for cell in cells]
+    rows = [describe(cell, registry) for cell in select(args, registry)]
     if args.json:
         console.say(json.dumps(rows, indent=1))
         return 0

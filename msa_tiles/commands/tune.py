@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filters_of
+from msa_tiles import console, names, paths
+from msa_tiles.commands._options import add_filters, add_names, filter_text, filters_of, on_target, select
 
 # Runs in turns, so that no DSL has the cooler card.
 ROUNDS = 3
@@ -22,7 +22,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("tune", help="measure which DSL's kernel is faster on this GPU", description=__doc__)
     add_filters(parser)
     parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
-    parser.add_argument("--workload", nargs="+", metavar="LABEL", help="only these bench workloads of the specs")
+    add_names(parser, "--workload", "LABEL,…", "only these bench workloads of the specs")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each kernel runs a round (default 0.2)")
     parser.set_defaults(func=run)
 
@@ -35,41 +35,49 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import Cell, default_registry
+    from msa_tiles.spec import load
 
-    if not torch.cuda.is_available():
-        console.complain("msa-tiles tune: there is no CUDA device here; kernels can only be timed on one")
-        return 2
     registry = default_registry()
+    cells = select(args, registry)
+    operators = load(paths.specs_dir()).operators
+    labels = {cell.op: [workload.label for workload in operators[cell.op].bench] for cell in cells}
+    names.check("--workload", args.workload, [label for known in labels.values() for label in known])
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
+    if not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; kernels can only be timed on one")
     device = torch.device(args.device)
     facts = device_facts(device, registry.targets.values())
     # Rivals are cells whose tensors are stored alike, whatever they multiply in.
     rivals: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in registry.select(**filters_of(args)):
-        if cell.target == facts.target:
-            formats = registry.precisions[cell.precision].formats
+    for cell in on_target(cells, facts, args):
+        formats = registry.precisions[cell.precision].formats
+        if not args.workload or set(args.workload) & set(labels[cell.op]):
             rivals.setdefault((cell.op, *(formats[role] for role in cell.reads)), []).append(cell)
-    rivals = {key: cells for key, cells in rivals.items() if len(cells) > 1}
+    rivals = {key: found for key, found in rivals.items() if len(found) > 1}
+    if not rivals:
+        raise ValueError(f"of what matches {filter_text(filters_of(args))} no operator has two kernels to compare")
     console.say(f"{len(rivals)} operators with rival kernels on {facts}")
     rows: list[tuple[str, ...]] = [("cell", "workload", "ms")]
-    for cells in console.progress(rivals.values(), "operators"):
-        for figure in _figures(cells, device, args.workload, args.seconds):
+    for rival in console.progress(rivals.values(), "operators"):
+        for figure in _figures(rival, device, args.workload, args.seconds):
             tuned.write(
                 registry.directory,
                 [
                     tuned.Figure(
-                        op=cells[0].op,
-                        target=cells[0].target,
-                        precision=cells[0].precision,
+                        op=rival[0].op,
+                        target=rival[0].target,
+                        precision=rival[0].precision,
                         workload=figure[0],
                         queries=figure[1],
                         card=facts.name,
                         date=datetime.date.today().isoformat(),
                         ms=figure[2],
-                        digests={cell.id: cell.digest for cell in cells if cell.id in figure[2]},
+                        digests={cell.id: cell.digest for cell in rival if cell.id in figure[2]},
                     )
                 ],
             )
-            rows += [(cell.id, figure[0], f"{figure[2][cell.id]:.4f}") for cell in cells if cell.id in figure[2]]
+            rows += [(cell.id, figure[0], f"{figure[2][cell.id]:.4f}") for cell in rival if cell.id in figure[2]]
     console.table(rows)
     return 0
 
@@ -80,7 +88,6 @@ def _figures(
     """(workload, queries, milliseconds by cell) for each bench workload of the operator."""
     import torch
 
-    from msa_tiles import paths
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
 

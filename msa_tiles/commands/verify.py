@@ -8,12 +8,13 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, filters_of, without_missing
+from msa_tiles.commands._options import add_filters, at_least, filters_of, on_target, select, without_missing
 from msa_tiles.commands.support import is_generated
+from msa_tiles.errors import ToolError
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job
@@ -61,28 +62,27 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify import runner
     from msa_tiles.verify.cases import cases, smallest
 
-    if args.sanitizer:
-        return _sanitized(args)
     registry = default_registry()
+    cells = select(args, registry)
+    at_least("--jobs", args.jobs, 1)
+    if args.sanitizer:
+        return _sanitized(args, {cell.dsl for cell in cells})
     if not torch.cuda.is_available():
-        console.complain("msa-tiles verify: there is no CUDA device here; kernels can only be verified on one")
-        return 2
+        raise ValueError("there is no CUDA device here; kernels can only be verified on one")
     device = torch.device(args.device)
     facts = device_facts(device, registry.targets.values())
     verified = evidence.read_verified(registry.directory)
-    chosen = [
-        cell
-        for cell in registry.select(**filters_of(args))
-        if cell.target == facts.target and not (args.stale and evidence.is_verified(cell, verified))
-    ]
-    wanted = len(chosen)
-    chosen = without_missing(chosen)
-    if wanted and not chosen:
+    there = on_target(cells, facts, args)
+    stale = [cell for cell in there if not (args.stale and evidence.is_verified(cell, verified))]
+    if not stale:
+        console.say(f"all {len(there)} cells are verified as they are now: nothing is stale")
+        return 0
+    chosen = without_missing(stale)
+    if not chosen:
         return 2
     if drifted := [cell.id for cell in chosen if not is_generated(cell)]:
         # Otherwise the evidence of one kernel would stand under the digest of another.
-        console.complain(f"msa-tiles verify: edited since `msa-tiles generate` ran: {', '.join(drifted)}")
-        return 2
+        raise ValueError(f"edited since `msa-tiles generate` ran: {', '.join(drifted)}; run it again")
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.say(f"{len(chosen)} cells to verify on {facts}")
@@ -125,18 +125,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _sanitized(args: argparse.Namespace) -> int:
+def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:
     """The same command on the smallest cases, in a process for each DSL that compute-sanitizer watches."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
-        console.complain(
-            "msa-tiles verify: --sanitizer needs compute-sanitizer on PATH; it comes with the CUDA toolkit"
-        )
-        return 2
-    given = {**filters_of(args), "device": args.device, "jobs": args.jobs, "seed": args.seed}
+        raise ToolError("--sanitizer needs compute-sanitizer on PATH; it comes with the CUDA toolkit")
+    filters = {name: ",".join(found) or None for name, found in filters_of(args).items()}
+    given = {**filters, "device": args.device, "jobs": args.jobs, "seed": args.seed}
     bad = 0
     for dsl, kernels in KERNEL_NAMES.items():
-        if args.dsl in (None, dsl):
+        if dsl in dsls:
             options = {name: str(value) for name, value in (given | {"dsl": dsl}).items() if value is not None}
             again = [sys.executable, "-m", "msa_tiles", "verify", "--smallest", *["--stale"] * args.stale]
             again += [part for name, value in options.items() for part in (f"--{name}", value)]

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from msa_tiles.spec.model import DSLS
 INDEX = "index.json"
 INDEX_FORMAT = 2
 
+
+Names = str | Collection[str] | None  # of a filter, which nothing and an empty collection leave open
 
 _ROLES = ("query", "key_value", "index_key", "output")
 _AMBIGUOUS = ("uint8",)  # storage of several formats: only a `QuantizedTensor` knows which
@@ -147,12 +149,13 @@ class Registry:
         return tuple(cell for cell in self.cells if cell.op == op)
 
     def select(
-        self, op: str | None = None, dsl: str | None = None, target: str | None = None, precision: str | None = None
+        self, op: Names = None, dsl: Names = None, target: Names = None, precision: Names = None
     ) -> tuple[Cell, ...]:
-        """The cells that match every filter given; `precision` may name a group."""
-        wanted = {"op": op, "dsl": dsl, "target": target}
-        found = (c for c in self.cells if all(v is None or getattr(c, k) == v for k, v in wanted.items()))
-        return tuple(c for c in found if precision is None or precision in (c.precision, self.group_of(c.precision)))
+        """The cells that match every filter given, one name or several; `precision` may name groups."""
+        wanted = {"op": _several(op), "dsl": _several(dsl), "target": _several(target)}
+        found = (c for c in self.cells if all(not names or getattr(c, axis) in names for axis, names in wanted.items()))
+        named = _several(precision)
+        return tuple(c for c in found if not named or c.precision in named or self.group_of(c.precision) in named)
 
     def group_of(self, precision: str) -> str:
         """The group of a precision."""
@@ -170,6 +173,10 @@ class Registry:
                 return precision.name
         distinct = dict.fromkeys(storages.values())
         return next(iter(distinct)) if len(distinct) == 1 else ", ".join(f"{r} {s}" for r, s in storages.items())
+
+
+def _several(names: Names) -> Collection[str]:
+    return (names,) if isinstance(names, str) else names or ()
 
 
 @functools.lru_cache(maxsize=1)

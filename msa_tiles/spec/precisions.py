@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from msa_tiles.names import unknown
 from msa_tiles.spec.model import EACH_TOKEN, ROLES, Format, Precision, Scale
 from msa_tiles.spec.source import Node
 
@@ -34,8 +35,7 @@ def named(names: Iterable[str], groups: Mapping[str, str], known_groups: Collect
     found: dict[str, None] = {}
     for name in names:
         if name not in groups and name not in known_groups:
-            every = ", ".join(dict.fromkeys((*groups, *known_groups)))
-            raise ValueError(f"unknown precision {name!r}; known: {every}")
+            raise ValueError(unknown("precision", name, (*groups, *known_groups)))
         found |= dict.fromkeys(precision for precision, group in groups.items() if name in (precision, group))
     return list(found)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_a_case_becomes_rows(op: str, case: str, launched: set[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    short = ["--precision", "bf16", "--peers", "torch", "dense_bytes", "--seconds", "0.02"]
+    short = ["--precision", "bf16", "--peers", "torch,dense_bytes", "--seconds", "0.02"]
     assert main(["bench", op, "--cases", case, *short, "--out", str(out)]) == 0
     made = [json.loads(line) for line in out.read_text().splitlines()]
     assert made

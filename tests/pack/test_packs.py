@@ -298,8 +298,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
-            (["--target", "sm80"], "--target is 'sm80', wanted one of"),
-            (["--target", "sm90", "--dsl", "triton"], "--dsl is 'triton', wanted one of tilelang, cutedsl, both, best"),
+            (["--target", "sm80"], "--target sm80 is unknown; did you mean sm90? Known: "),
+            (["--target", "sm90", "--dsl", "triton"], "--dsl triton is unknown; known: tilelang, cutedsl, both, best"),
+            ([], "--target is missing; it is one of sm100, sm90"),
+            (["--target", "sm90,sm100"], "--target sm90,sm100: a pack is for one target"),
+            (["--target", "sm90", "--dsl", "tilelang", "--dsl", "best"], "--dsl tilelang,best: name one"),
             (["--target", "sm90", "--jobs", "0"], "--jobs is 0, wanted at least 1"),
             (["--target", "sm90", "--points", "nowhere"], "none of serving, training, all, and no file"),
         ],

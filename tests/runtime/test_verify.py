@@ -269,14 +269,16 @@ def test_the_sanitizer_watches_the_same_command(monkeypatch: pytest.MonkeyPatch)
     ran: list[list[str]] = []
     monkeypatch.setattr(verify_command.shutil, "which", lambda name: "/cuda/compute-sanitizer")
     monkeypatch.setattr(verify_command.subprocess, "run", lambda command, check: ran.append(command) or Done())
-    assert main(["verify", "--sanitizer", "memcheck", "--op", "combine", "--precision", "fp8", "--seed", "3"]) == 1
+    assert (
+        main(["verify", "--sanitizer", "memcheck", "--op", "sparse_decode", "--precision", "fp8", "--seed", "3"]) == 1
+    )
     assert [command[:7] for command in ran] == [
         ["/cuda/compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "23", "--kernel-name", f"kns={name}"]
         for name in ("main_kernel", "_msa_tiles_kernel_")
     ]
     for command, dsl in zip(ran, ("tilelang", "cutedsl"), strict=True):
         given = " ".join(command[8:])
-        assert given.startswith("-m msa_tiles verify --smallest --op combine ")
+        assert given.startswith("-m msa_tiles verify --smallest --op sparse_decode ")
         assert f"--dsl {dsl} " in given and "--precision fp8 " in given and given.endswith("--seed 3")
 
 

@@ -1,0 +1,22 @@
+"""Names that people type, checked against those that exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The sentence about a name that is not known, with the one that may have been meant."""
+    every = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, every, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"{what} {name} is unknown{meant}{' Known' if close else '; known'}: {', '.join(every) or 'none'}"
+
+
+def check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError for the first name that is not known. `what` is the option or argument that takes it."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise ValueError(unknown(what, name, known))

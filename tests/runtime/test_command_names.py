@@ -1,0 +1,151 @@
+"""Names on the command line: several, typed wrong, or such that nothing is left. Every command, every option."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from msa_tiles import cli
+from msa_tiles.commands import _options, bench, build, explain, generate, pack, support, tune, verify
+from msa_tiles.runtime.build import Outcome
+from msa_tiles.runtime.registry import Registry, default_registry
+
+FILTERED = ("generate", "support", "build", "verify", "tune")
+# Options that take names, and a misspelt one with what was meant.
+FILTERS = {
+    "--op": ("sparse_atention", "sparse_attention"),
+    "--dsl": ("cutdsl", "cutedsl"),
+    "--target": ("sm91", "sm90"),
+    "--precision": ("q16kv9", "q16kv8"),
+}
+TYPED = [
+    *((command, option, *names) for command in FILTERED for option, names in FILTERS.items()),
+    ("tune", "--workload", "prefill_32", "prefill_32k"),
+    ("pack", "--target", "sm91", "sm90"),
+    ("pack", "--dsl", "cutdsl", "cutedsl"),
+    ("explain", "--precision", "q16kv9", "q16kv8"),
+    ("explain", "--backend", "cutdsl", "cutedsl"),
+    ("explain", "--feature", "page", "paged"),
+    ("bench", "--cases", "prefill_32", "prefill_32k"),
+    ("bench", "--precision", "q16kv9", "q16kv8"),
+    ("bench", "--backend", "cutdsl", "cutedsl"),
+    ("bench", "--peers", "vlm", "vllm"),
+]
+NEEDED = {"pack": ["--target", "sm90", "--out", "nowhere"], "explain": ["sparse_attention"]}
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*arguments: object, **options: object) -> Iterator[Outcome]:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr("msa_tiles.runtime.build.build", work)
+    monkeypatch.setattr("msa_tiles.codegen.produce", work)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that must refuse: one line."""
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    [line] = printed.err.splitlines()
+    assert line.startswith(f"msa-tiles {arguments[0]}: ")
+    return line
+
+
+@pytest.mark.parametrize(("command", "option", "typed", "meant"), TYPED)
+def test_a_typo_is_refused_with_what_was_meant(
+    command: str, option: str, typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = NEEDED.get(command, [])
+    line = complaint(capsys, command, *needed, option, typed)
+    assert option in line and f"{typed} is unknown; did you mean {meant}? Known: " in line
+    # Among right ones too, wherever it stands.
+    others = [] if option in needed else [option, meant]
+    assert f"{typed} is unknown" in complaint(capsys, command, *needed, *others, option, f"{meant},{typed}")
+
+
+def test_no_option_that_takes_names_is_left_out_above() -> None:
+    """Whoever adds such an option adds a line to TYPED."""
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for command in (bench, build, explain, generate, pack, support, tune, verify):
+        command.add(subparsers)
+    taking = {
+        (name, option)
+        for name, command in subparsers.choices.items()
+        for action in command._actions
+        for option in action.option_strings
+        if action.type is _options.listed
+    }
+    assert taking <= {(command, option) for command, option, *_ in TYPED}
+
+
+def test_operators_are_checked_like_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean sparse_attention?" in complaint(capsys, "explain", "sparse_atention")
+    assert "did you mean sparse_attention?" in complaint(capsys, "bench", "sparse_atention")
+    file = "perf/results/nvidia-h200.jsonl"
+    assert "did you mean select_blocks?" in complaint(capsys, "bench", "--from", file, "select_block")
+
+
+@pytest.mark.parametrize("command", [*FILTERED, "bench"])
+@pytest.mark.parametrize("nothing", ["", ",", " , "])
+def test_an_option_that_names_nothing_is_refused(
+    command: str, nothing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--precision", nothing])
+    assert end.value.code == 2
+    assert "names nothing: leave the option out for everything" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [*([command] for command in FILTERED), ["support", "--json"], ["generate", "--check"]], ids=" ".join
+)
+def test_names_that_leave_nothing_are_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    line = complaint(capsys, *command, "--op", "combine", "--precision", "fp8")
+    assert "matches --op combine --precision fp8" in line
+
+
+def test_a_benchmark_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--cases", "prefill_32k", "--precision", "q8k8"]  # the one of combine, the other of select_blocks
+    assert "no case is of all that" in complaint(capsys, "bench", "combine", "select_blocks", *names)
+
+
+def test_several_names_select_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def chosen(*arguments: str) -> set[tuple[str, str]]:
+        assert cli.main(["support", "--json", "--target", "sm90", "--dsl", "cutedsl", *arguments]) == 0
+        return {(row["op"], row["precision"]) for row in json.loads(capsys.readouterr().out)}
+
+    both = chosen("--op", "combine", "--op", "topk_select")
+    assert {op for op, _ in both} == {"combine", "topk_select"}
+    assert chosen("--op", "combine,topk_select") == chosen("--op", " topk_select , combine") == both
+    assert {precision for _, precision in chosen("--precision", "bf16,fp8")} > {"bf16", "q8k8"}
+
+
+def test_a_build_of_two_operators_builds_both(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def built(jobs: list, *arguments: object, **options: object) -> Iterator[Outcome]:
+        asked.extend(job.cell.op for job in jobs)
+        return (Outcome(job, None, 0.0, ()) for job in jobs)
+
+    monkeypatch.setattr("msa_tiles.runtime.build.build", built)
+    monkeypatch.setattr("msa_tiles.runtime.toolchain.missing", lambda dsl: None)
+    assert cli.main(["build", "--op", "combine", "--op", "topk_select", "--target", "sm90"]) == 0
+    assert set(asked) == {"combine", "topk_select"}
+
+
+def test_an_operator_without_kernels_of_its_own_names_those_it_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "build", "--op", "msa_decode")
+    assert "--op decode_score,decode_topk,sparse_decode,combine" in line
+    registry: Registry = default_registry()
+    assert not registry.of("msa_decode")
