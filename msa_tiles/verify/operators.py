@@ -267,10 +267,13 @@ class SparseAttention:
         self.keys: tuple[Tensor, ...] = (self.k.float(), self.v.float())
         self.unit = torch.ones(1, 1, device=source.device)
         self.scales: dict[str, Tensor] = {}
+        self.scaled: tuple[Tensor, Tensor] | None = None
         if case.precision.scale is not None:
             given = key_scales(source, dims, self.lengths, strided)
             self.scales = dict(zip(("k_scale", "v_scale"), (stored for stored, _ in given), strict=True))
             self.keys = tuple(map(dequantised, (self.k, self.v), self.scales.values()))
+            # A scale of a head is no weight's: kernels apply it to what they have summed in float32.
+            self.scaled = (flat[1], given[1][1]) if dims["token_scales"] else None
             flat = tuple(dequantised(part, rows).bfloat16() for part, (_, rows) in zip(flat, given, strict=True))
             self.unit = unit_of(given[1][1], dims["group"])
         self.options: dict[str, Any] = {**where, "block_size": dims["block_size"]}
@@ -301,7 +304,14 @@ class SparseAttention:
         out, wanted = out / self.unit, wanted / self.unit
         worst = compare.numbers("out", out, wanted, self.case.tolerance["out"])
         rows, accepted = rounded_error(
-            self.q, self.flat[0], self.flat[1], self.ids, wanted, unit=self.unit, **self.flat_options
+            self.q,
+            self.flat[0],
+            self.flat[1],
+            self.ids,
+            wanted,
+            unit=self.unit,
+            scaled=self.scaled,
+            **self.flat_options,
         )
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
         return worst
