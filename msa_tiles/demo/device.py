@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from msa_tiles import console, ops
 from msa_tiles.demo.embed import M3, SMALL, Shape
+from msa_tiles.reference.threads import one_thread
 
 CPU_CHUNK = 1024
 """Queries in one call on a CPU: small enough that progress is seen to move."""
@@ -25,16 +26,9 @@ class Device:
     shape: Shape
     chunk: int
 
-    @contextlib.contextmanager
-    def small_steps(self) -> Iterator[None]:
+    def small_steps(self) -> contextlib.AbstractContextManager[None]:
         """For work made of many small products: on a CPU, threads would spend it waiting for each other."""
-        threads = torch.get_num_threads()
-        if self.torch_device.type == "cpu":
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        return one_thread() if self.torch_device.type == "cpu" else contextlib.nullcontext()
 
     def synchronise(self) -> None:
         """Wait for the device, so that clocks and progress tell the truth."""

@@ -19,6 +19,7 @@ from msa_tiles.demo.embed import M3, Shape
 from msa_tiles.demo.lesson import Lesson, draw, stretch_length
 from msa_tiles.demo.reader import Reader, Sizes
 from msa_tiles.demo.text import Text
+from msa_tiles.reference.threads import one_thread
 
 HELD_OUT = 0.25
 """The last part of the text, which no training lesson comes from."""
@@ -151,14 +152,12 @@ class Place:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Autocast on a GPU; on a CPU one thread, as the reference makes many small products."""
-        threads = torch.get_num_threads()
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)
-        try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                yield
-        finally:
-            torch.set_num_threads(threads)
+        cpu = self.device.type == "cpu"
+        with (
+            one_thread() if cpu else contextlib.nullcontext(),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=not cpu),
+        ):
+            yield
 
 
 CPU = Place("CPU (reference)", torch.device("cpu"), ON_CPU)

@@ -2,7 +2,8 @@
 
 The functions here work chunk by chunk, so that 16K tokens of the M3 shape fit a laptop. `reference.plain` holds the
 same operators as whole matrices. float64 tensors are computed in float64, float32 and bfloat16 in float32. Arguments
-are trusted: `msa_tiles.ops` validates them.
+are trusted: `msa_tiles.ops` validates them. They compute on one thread, whatever torch has: their steps are small, and
+threads would wait for each other in every one (`reference.threads`).
 """
 
 from msa_tiles.reference import plain

@@ -10,11 +10,13 @@ from torch import Tensor
 from msa_tiles.reference import pieces
 from msa_tiles.reference.batch import accumulator, flat_or_paged, key_rows, read_batch
 from msa_tiles.reference.schedule import build_schedule
+from msa_tiles.reference.threads import one_thread
 
 # Elements of one split that `combine` weighs at a time.
 COMBINE_ELEMENTS = 1 << 22
 
 
+@one_thread()
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -60,6 +62,7 @@ def sparse_attention(
     return out, lse
 
 
+@one_thread()
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **where: Any
 ) -> tuple[Tensor, Tensor]:
@@ -134,6 +137,7 @@ class _OnlineSoftmax:
         return out.to(dtype), lse.to(torch.float32)
 
 
+@one_thread()
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge splits by their LSE: partial_out [S, T, Hq, D], partial_lse [S, T, Hq] (natural log) -> out, lse float32.
 

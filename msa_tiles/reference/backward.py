@@ -12,8 +12,10 @@ from msa_tiles.reference import pieces
 from msa_tiles.reference.batch import Batch, accumulator, read_batch
 from msa_tiles.reference.pieces import Piece, Schedule
 from msa_tiles.reference.schedule import build_schedule
+from msa_tiles.reference.threads import one_thread
 
 
+@one_thread()
 def sparse_attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -47,6 +49,7 @@ def sparse_attention_backward(
     return state.result()
 
 
+@one_thread()
 def dense_attention_backward(
     dout: Tensor,
     q: Tensor,

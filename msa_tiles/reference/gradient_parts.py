@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from msa_tiles.reference.threads import one_thread
 
+
+@one_thread()
 def gradient_rows(dout: Tensor, out: Tensor, lse: Tensor, *, dlse: Tensor | None = None) -> Tensor:
     """LSE in base two and ``<out, dout> - dlse`` of every row, float32 [T, Hq, 2].
 
@@ -21,6 +24,7 @@ def gradient_rows(dout: Tensor, out: Tensor, lse: Tensor, *, dlse: Tensor | None
     return torch.stack((torch.where(empty, torch.inf, lse * math.log2(math.e)), delta.masked_fill(empty, 0.0)), -1)
 
 
+@one_thread()
 def merge_gradients(
     partial_dq: Tensor, marks: Tensor, tasks: Tensor, counts: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:

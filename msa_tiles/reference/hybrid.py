@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from msa_tiles.reference.batch import read_batch
+from msa_tiles.reference.threads import one_thread
 
 # Pairs of entries that are compared at a time.
 PAIRS = 1 << 26
 
 
+@one_thread()
 def split_selection(
     block_indices: Tensor, *, tile_tokens: int, block_size: int = 128, fill: int = 0, **where: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from msa_tiles.reference.batch import accumulator, read_batch
+from msa_tiles.reference.threads import one_thread
 
 
+@one_thread()
 def index_lse(
     idx_q: Tensor,
     idx_k: Tensor,
@@ -43,6 +45,7 @@ def index_lse(
     return result
 
 
+@one_thread()
 def index_gradients(
     partial_dq: Tensor,
     present: Tensor,

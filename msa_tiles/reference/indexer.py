@@ -19,6 +19,7 @@ from msa_tiles.reference.batch import (
     score_width,
 )
 from msa_tiles.reference.selection import rank_blocks
+from msa_tiles.reference.threads import one_thread
 
 # One chunk of products is QUERY_CHUNK * Hi by KEY_CHUNK, 32 MB at four heads: it bounds the memory and stays near the
 # caches. index_score and select_blocks must cut alike, so that both see bitwise the same scores.
@@ -26,6 +27,7 @@ QUERY_CHUNK = 1024
 KEY_CHUNK = 2048
 
 
+@one_thread()
 def index_score(
     idx_q: Tensor,
     idx_k: Tensor,
@@ -59,6 +61,7 @@ def index_score(
     return score
 
 
+@one_thread()
 def select_blocks(
     idx_q: Tensor,
     idx_k: Tensor,

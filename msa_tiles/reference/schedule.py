@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from msa_tiles.reference.batch import read_batch
+from msa_tiles.reference.threads import one_thread
 
 # Queries per task. It bounds what blockwise attention gathers at once for a block that every query reads.
 MAX_TASK_EDGES = 512
 
 
+@one_thread()
 def build_schedule(block_indices: Tensor, *, block_size: int = 128, **where: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Edges sorted by block then query, per KV head, and the tasks that cut them: one window over all queries.
 

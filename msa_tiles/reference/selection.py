@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles.reference.batch import read_batch
+from msa_tiles.reference.threads import one_thread
 
 ORDERS = ("ascending", "score", "local_last")
 
@@ -18,6 +19,7 @@ CHUNK_ELEMENTS = 1 << 24
 _INIT, _LOCAL, _RANKED, _INVALID = range(4)
 
 
+@one_thread()
 def topk_select(
     score: Tensor,
     topk: int,
