@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("support", help="list the kernels and what is known of each", description=__doc__)
     add_filters(parser)
+    parser.add_argument(
+        "--accuracy", action="store_true", help="the worst error of each output, as verified, instead of the evidence"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.set_defaults(func=run)
 
@@ -24,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
+    if args.accuracy:
+        return _print_accuracy(select(args, registry), registry, args.json)
     rows = [describe(cell, registry) for cell in select(args, registry)]
     if args.json:
         console.say(json.dumps(rows, indent=1))
@@ -32,6 +38,30 @@ def run(args: argparse.Namespace) -> int:
     console.table(
         [columns, *((*(row[name] for name in columns[:6]), " ".join(row["flags"]), row["digest"]) for row in rows)]
     )
+    return 0
+
+
+def _print_accuracy(cells: Sequence[Cell], registry: Registry, as_json: bool) -> int:
+    from msa_tiles.runtime import evidence
+    from msa_tiles.runtime.accuracy import Accuracy, accuracies
+
+    found = accuracies(cells, evidence.read_verified(registry.directory))
+    if as_json:
+        console.say(json.dumps([error._asdict() for error in found], indent=1))
+        return 0
+    if not found:
+        console.say("no cell that was asked for has run on a GPU; `msa-tiles verify` runs them")
+        return 0
+    rows = [Accuracy._fields]
+    rows += [
+        (
+            *(error.cell, error.output, f"{error.worst:.2g}", error.metric),
+            *("" if error.accepted is None else f"{error.accepted:g}", error.card, error.date),
+            "yes" if error.current else "no",
+        )
+        for error in found
+    ]
+    console.table(rows)
     return 0
 
 

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles import paths
     from msa_tiles.runtime import evidence
+    from msa_tiles.runtime.accuracy import accuracies
     from msa_tiles.runtime.build import build
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
@@ -109,14 +110,15 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"{failures} of {sum(len(found) for _, found in grid)} cases failed")
         return 1 if failures else 0
     verified = evidence.read_verified(registry.directory)
-    rows = [("cell", "worst error", "cases", "result")]
+    rows = [("cell", "worst errors", "cases", "result")]
     for cell in chosen:
         entry = verified.get(cell.id, {})
         good = evidence.is_verified(cell, verified)
+        errors = accuracies([cell], verified) if good else []
         rows.append(
             (
                 cell.id,
-                f"{entry['worst_error']:.3g}" if good else "",
+                ", ".join(f"{error.output} {error.worst:.3g}" for error in errors),
                 str(entry.get("cases", "")),
                 "verified" if good else "failed",
             )

@@ -93,7 +93,7 @@ def _simulated_mark(cell: Cell, root: Path | None) -> Path:
 
 
 def read_verified(generated: Path) -> dict[str, dict[str, Any]]:
-    """`verified.json`: cell id -> digest, card, date, worst error and cases of the last complete run.
+    """`verified.json`: cell id -> digest, card, date, worst errors (`accuracy.py`) and cases of the last complete run.
 
     Raises ValueError when the file is not what `msa-tiles verify` writes.
     """

@@ -1,31 +1,61 @@
-"""Comparisons that fail with a sentence and return the worst error."""
+"""Comparisons that fail with a sentence, and return the worst error by the name of what was compared."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from msa_tiles.verify.cases import Disagreement
 
+# What an error is: the largest difference from the reference in float32, the same over the scale of the values (per
+# token or head, where a precision has scales), or none, since every element must be equal.
+ABSOLUTE, OVER_SCALE, EQUAL = "absolute", "absolute / scale", "equal"
 
-def numbers(name: str, got: Tensor, wanted: Tensor, tolerance: float) -> float:
-    """Largest absolute error of floating-point values; NaN and the infinities must stand in the same places."""
+
+class Error(NamedTuple):
+    """The worst error of one output, by which metric, and the largest that was accepted."""
+
+    worst: float
+    accepted: float
+    metric: str
+
+
+Errors = dict[str, Error]
+
+
+def largest(found: Iterable[Errors]) -> Errors:
+    """The worst error of each output among these."""
+    errors: Errors = {}
+    for some in found:
+        for name, error in some.items():
+            errors[name] = max(errors.get(name, error), error)
+    return errors
+
+
+def numbers(name: str, got: Tensor, wanted: Tensor, tolerance: float, metric: str = ABSOLUTE) -> Errors:
+    """Largest absolute error of floating-point values; NaN and the infinities must stand in the same places.
+
+    `metric` says what the caller has divided both by.
+    """
     _same_shape(name, got, wanted)
     for kind, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         different = test(got) != test(wanted)
         if bool(different.any()):
             raise Disagreement(f"{name}: {kind} at {int(different.sum())} other places, first at {_first(different)}")
     if got.numel() == 0:
-        return 0.0
+        return {name: Error(0.0, tolerance, metric)}
     error = torch.where(torch.isfinite(wanted), got.to(wanted.dtype) - wanted, 0.0).abs()
     worst = float(error.max())
     if worst > tolerance:
         where = _first(error == error.max())
         raise Disagreement(f"{name}: error {worst:.3g} at {where}, accepted {tolerance:.3g}")
-    return worst
+    return {name: Error(worst, tolerance, metric)}
 
 
-def same(name: str, got: Tensor, wanted: Tensor) -> None:
+def same(name: str, got: Tensor, wanted: Tensor) -> Errors:
     """Every element equal."""
     _same_shape(name, got, wanted)
     different = got != wanted
@@ -33,6 +63,7 @@ def same(name: str, got: Tensor, wanted: Tensor) -> None:
         where = _first(different)
         values = f"{got[where].item()} instead of {wanted[where].item()}"
         raise Disagreement(f"{name}: {int(different.sum())} elements differ, first at {where}: {values}")
+    return {name: Error(0.0, 0.0, EQUAL)}
 
 
 def same_bits(name: str, got: Tensor, wanted: Tensor) -> None:
@@ -44,8 +75,15 @@ def same_bits(name: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def selections(
-    name: str, got: Tensor, wanted: Tensor, scores: Tensor, forced: Tensor, order: str, tolerance: float
-) -> None:
+    name: str,
+    got: Tensor,
+    wanted: Tensor,
+    scores: Tensor,
+    forced: Tensor,
+    order: str,
+    tolerance: float,
+    metric: str = ABSOLUTE,
+) -> Errors:
     """Block ids int32 [H, T, k] that agree with `wanted` but where scores are closer than `tolerance`.
 
     `scores` [H, T, NB] are the reference's, `forced` [T, NB] says which blocks are in whatever their score.
@@ -67,7 +105,7 @@ def selections(
     mine, reference = (_scores_of(ids, scores, forced) for ids in (got, wanted))
     if order == "ascending":
         mine, reference = mine.sort(-1).values, reference.sort(-1).values
-    numbers(f"{name}: scores of the chosen blocks", mine, reference, tolerance)
+    return numbers(f"{name}: scores of the chosen blocks", mine, reference, tolerance, metric)
 
 
 def _scores_of(ids: Tensor, scores: Tensor, forced: Tensor) -> Tensor:

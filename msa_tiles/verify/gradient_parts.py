@@ -92,7 +92,7 @@ class GradientRows:
         dlse = self.given.dlse if self.with_dlse else None
         return (backward.gradient_rows(facts, self.backend, *self.given[:3], dlse),)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         return compare.numbers("rows", outputs[0], self._wanted(), self.case.tolerance["rows"])
 
     def _wanted(self) -> Tensor:
@@ -112,13 +112,12 @@ class MergeGradients:
         given = self.given._replace(sums=self.given.sums.clone())
         return backward.merge_gradients(facts, self.backend, *given, self.case.dims["block_size"])
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         wanted = reference.merge_gradients(*self.given)
-        worst = (
-            compare.numbers(name, got.float(), want.float(), self.case.tolerance[name])
-            for name, got, want in zip(("dq", "sums"), outputs, wanted, strict=True)
-        )
-        return max(worst)
+        errors: compare.Errors = {}
+        for name, got, want in zip(("dq", "sums"), outputs, wanted, strict=True):
+            errors |= compare.numbers(name, got.float(), want.float(), self.case.tolerance[name])
+        return errors
 
 
 def _facts(op: str, case: Case, tensor: Tensor) -> CallFacts:

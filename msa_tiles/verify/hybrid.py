@@ -69,10 +69,11 @@ class SplitSelection:
             return self._wanted()
         return defined_parts(self.call())
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
+        errors: compare.Errors = {}
         for name, got, wanted in zip(_NAMES, outputs, self._wanted(), strict=True):
-            compare.same(name, got, wanted)
-        return 0.0
+            errors |= compare.same(name, got, wanted)
+        return errors
 
     def _wanted(self) -> tuple[Tensor, ...]:
         return reference.split_selection(

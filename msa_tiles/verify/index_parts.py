@@ -78,12 +78,12 @@ class IndexGradients:
         kl.add_gradients(kernel, *self.given[:5], self.lengths.cu_seqlens_k, dq, dk, window_index=0, first=True)
         return dq, dk
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         wanted = reference.index_gradients(*self.given)
-        return max(
-            compare.numbers(name, got, want, self.case.tolerance[name])
-            for name, got, want in zip(("dq", "dk"), outputs, wanted, strict=True)
-        )
+        errors: compare.Errors = {}
+        for name, got, want in zip(("dq", "dk"), outputs, wanted, strict=True):
+            errors |= compare.numbers(name, got, want, self.case.tolerance[name])
+        return errors
 
 
 class IndexLse:
@@ -121,7 +121,7 @@ class IndexLse:
         lse = kl.edge_lse(kernel, self.idx_q, self.idx_k, made, topk, scale, range(len(made.edges)))
         return (lse,)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         return compare.numbers("partial_lse", outputs[0], self._wanted(), self.case.tolerance["partial_lse"])
 
     def _wanted(self) -> Tensor:

@@ -1,7 +1,7 @@
 """How each operator is called, and what its answer is compared with.
 
 A check makes its inputs once. `run` calls the operator, into its own outputs or into poisoned buffers of the caller;
-`compare` raises Disagreement or returns the worst error of its floating-point outputs.
+`compare` raises Disagreement or returns the worst error of each output.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Check(Protocol):
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         """Call the operator; with `into_buffers` the outputs are the caller's, poisoned before and checked around."""
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
-        """Worst error of the outputs.
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
+        """The worst error of each output.
 
         Raises Disagreement.
         """
@@ -97,7 +97,7 @@ class IndexScore:
         buffer.check_gaps("out")
         return (buffer.view,)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         wanted = reference.index_score(
             self.idx_q.float(),
             self.idx_k.float(),
@@ -108,7 +108,8 @@ class IndexScore:
         )
         # Of a head with small scales, small errors count.
         unit = unit_of_scores(self.scales, self.shape, wanted.device)
-        return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"])
+        metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
+        return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"], metric)
 
 
 def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -159,9 +160,8 @@ class TopkSelect:
         buffer.check_gaps("out")
         return (buffer.view,)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
-        compare.same("out", outputs[0], reference.topk_select(self.score, self.topk, **self.options))
-        return 0.0
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
+        return compare.same("out", outputs[0], reference.topk_select(self.score, self.topk, **self.options))
 
 
 class DecodeTopk(TopkSelect):
@@ -206,18 +206,17 @@ class SelectBlocks:
         buffer.check_gaps("out")
         return (buffer.view,)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
         wanted = reference.select_blocks(idx_q, idx_k, self.topk, **self.options)
         if self.exact:
-            compare.same("out", outputs[0], wanted)
-            return 0.0
+            return compare.same("out", outputs[0], wanted)
         scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where, **self.scales)
         # Heads of a group are ranked together, so that errors count beside the largest scale among them.
         groups = (self.shape[0], -1)
         unit = unit_of_scores(self.scales, scores.shape, scores.device).unflatten(0, groups).amax(1)
         scores = scores.unflatten(0, groups).nan_to_num(nan=-torch.inf).amax(1) / unit
-        compare.selections(
+        return compare.selections(
             "out",
             outputs[0],
             wanted,
@@ -225,8 +224,8 @@ class SelectBlocks:
             self._forced(scores.shape[-1]),
             self.options.get("order", "ascending"),
             2 * self.case.score_tolerance,
+            compare.OVER_SCALE if self.scales else compare.ABSOLUTE,
         )
-        return 0.0
 
     def _forced(self, num_blocks: int) -> Tensor:
         """[T, NB]: the init and local blocks of each query."""
@@ -295,14 +294,15 @@ class SparseAttention:
         out.check_gaps("out")
         return out.view, lse
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         out, lse = outputs
         wanted, wanted_lse = reference.sparse_attention(
             self.q.float(), self.keys[0], self.keys[1], self.ids, **self.options
         )
-        compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
+        errors = compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
         out, wanted = out / self.unit, wanted / self.unit
-        worst = compare.numbers("out", out, wanted, self.case.tolerance["out"])
+        metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
+        errors |= compare.numbers("out", out, wanted, self.case.tolerance["out"], metric)
         rows, accepted = rounded_error(
             self.q,
             self.flat[0],
@@ -314,7 +314,7 @@ class SparseAttention:
             **self.flat_options,
         )
         compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
-        return worst
+        return errors
 
 
 class SharedAttention(SparseAttention):
@@ -377,15 +377,14 @@ class SparseDecode(SparseAttention):
             out.check_gaps("out")
         return (*result, ids.view)
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         if not self.scored:
             return super().compare(outputs)
         # The reference takes no bounds, and attention no forced blocks.
         options = {**self.options, **self.index_scales, "local_blocks": self.own["local_blocks"]}
         idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
         self.ids = reference.select_blocks(idx_q, idx_k, self.topk, num_kv_heads=self.k.shape[1], **options)
-        compare.same("block_indices", outputs[2], self.ids)
-        return super().compare(outputs[:2])
+        return compare.same("block_indices", outputs[2], self.ids) | super().compare(outputs[:2])
 
 
 class Combine:
@@ -411,10 +410,10 @@ class Combine:
         out.check_gaps("out")
         return out.view, lse
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         wanted, wanted_lse = reference.combine(self.partial_out.float(), self.partial_lse)
-        compare.numbers("lse", outputs[1], wanted_lse, self.case.tolerance["lse"])
-        return compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
+        errors = compare.numbers("lse", outputs[1], wanted_lse, self.case.tolerance["lse"])
+        return errors | compare.numbers("out", outputs[0], wanted, self.case.tolerance["out"])
 
 
 class BuildSchedule:
@@ -437,9 +436,8 @@ class BuildSchedule:
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         return schedules.defined_parts(self.call())
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
-        schedules.check(outputs, self.ids, self.block_size, self.lengths)
-        return 0.0
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
+        return schedules.check(outputs, self.ids, self.block_size, self.lengths)
 
 
 CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {

@@ -23,6 +23,7 @@ from msa_tiles.runtime.evidence import VERIFIED, read_verified
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case, Disagreement
+from msa_tiles.verify.compare import Error, Errors
 from msa_tiles.verify.inputs import Source, poison_free_memory
 from msa_tiles.verify.operators import CHECKS
 
@@ -35,29 +36,30 @@ class Result:
 
     case: Case
     seed: int
-    worst_error: float
+    errors: Errors
     failure: str | None
 
 
-def run_case(case: Case, device: torch.device, seed: int, backend: str) -> float:
-    """Worst error of one case over its two settings: packed tensors, then strided ones, buffers and shorter keys.
+def run_case(case: Case, device: torch.device, seed: int, backend: str) -> Errors:
+    """The worst error of each output over the case's two settings: packed tensors, then strided ones, buffers and
+    shorter keys.
 
     Raises Disagreement, and whatever the operator raises.
     """
-    worst = 0.0
+    errors: list[Errors] = []
     for strided in (False, True):
         check = CHECKS[case.cell.op](case, Source(device, seed + strided, case.workload.values), strided, backend)
         poison_free_memory(device)
         outputs = check.run(into_buffers=strided)
-        worst = max(worst, check.compare(outputs))
+        errors.append(check.compare(outputs))
         for _ in range(REPEATS - 1):
             repeated = check.run(into_buffers=strided)
             if not getattr(check, "repeatable", True):
-                worst = max(worst, check.compare(repeated))
+                errors.append(check.compare(repeated))
                 continue
             for first, again in zip(outputs, repeated, strict=True):
                 compare.same_bits("repeated", again, first)
-    return worst
+    return compare.largest(errors)
 
 
 def sample(cells: Iterable[tuple[Cell, list[Case]]], device: torch.device, seed: Callable[[], int]) -> Iterator[Result]:
@@ -90,7 +92,7 @@ def run(
                 continue
             result = _attempt(case, device, seed(), backend or cell.dsl)
             if result.failure is None:
-                passed[case.key] = result.worst_error
+                passed[case.key] = result.errors
                 journal.append(case.key, result)
             else:
                 failed = True
@@ -102,7 +104,7 @@ def run(
                 "digest": cell.digest,
                 "card": card,
                 "date": datetime.date.today().isoformat(),
-                "worst_error": max(passed.values(), default=0.0),
+                "errors": {name: error._asdict() for name, error in sorted(compare.largest(passed.values()).items())},
                 "cases": len(cases),
                 "versions": dict(toolchain.generator_versions(cell.dsl)),
             }
@@ -117,15 +119,15 @@ class Journal:
         slug = re.sub(r"\W+", "-", card)
         self.path = directory / f"{cell.id}-{cell.digest}-{slug}.jsonl"
 
-    def read(self) -> dict[str, float]:
-        """Case key -> worst error. A line that a killed run left unfinished is ignored."""
-        found: dict[str, float] = {}
+    def read(self) -> dict[str, Errors]:
+        """Case key -> worst errors. A line that a killed run left unfinished, or without outputs, is ignored."""
+        found: dict[str, Errors] = {}
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         for line in lines:
             try:
                 entry = json.loads(line)
-                found[entry["case"]] = float(entry["worst_error"])
-            except (ValueError, KeyError, TypeError):
+                found[entry["case"]] = {name: Error(**error) for name, error in entry["errors"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
         return found
 
@@ -133,7 +135,8 @@ class Journal:
         """Add a passed case."""
         make_directory(self.path.parent)
         with self.path.open("a") as file:
-            file.write(json.dumps({"case": key, "seed": result.seed, "worst_error": result.worst_error}) + "\n")
+            errors = {name: error._asdict() for name, error in result.errors.items()}
+            file.write(json.dumps({"case": key, "seed": result.seed, "errors": errors}) + "\n")
 
     def remove(self) -> None:
         """Forget the cases, so that the next run starts afresh."""
@@ -142,17 +145,17 @@ class Journal:
 
 def _attempt(case: Case, device: torch.device, seed: int, backend: str) -> Result:
     try:
-        worst = run_case(case, device, seed, backend)
+        errors = run_case(case, device, seed, backend)
     except Disagreement as error:
-        return Result(case, seed, 0.0, str(error))
+        return Result(case, seed, {}, str(error))
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return Result(case, seed, 0.0, "out of memory")
+        return Result(case, seed, {}, "out of memory")
     except (RuntimeError, ValueError, TypeError) as error:
         # A kernel that faults takes the CUDA context with it, and every later case would fail for that reason alone.
         _raise_if_lost(device, error)
-        return Result(case, seed, 0.0, f"{type(error).__name__}: {error}")
-    return Result(case, seed, worst, None)
+        return Result(case, seed, {}, f"{type(error).__name__}: {error}")
+    return Result(case, seed, errors, None)
 
 
 def _raise_if_lost(device: torch.device, error: Exception) -> None:

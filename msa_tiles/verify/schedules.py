@@ -41,7 +41,7 @@ def defined_parts(schedule: Schedule) -> tuple[Tensor, Tensor]:
     return torch.stack((head[owner], query, slot, place, visible), 1), torch.stack((length, rows), 1)
 
 
-def check(parts: tuple[Tensor, ...], ids: Tensor, block_size: int, lengths: Lengths) -> None:
+def check(parts: tuple[Tensor, ...], ids: Tensor, block_size: int, lengths: Lengths) -> compare.Errors:
     """Every visible id is one edge of a task of its block, and there is nothing else.
 
     Raises Disagreement.
@@ -58,9 +58,10 @@ def check(parts: tuple[Tensor, ...], ids: Tensor, block_size: int, lengths: Leng
     else:
         place, visible = (request << 32) + block, torch.zeros_like(block)
     wanted = torch.stack((head, query, slot, place, visible), 1)
-    compare.same("edges", _sorted(edges), _sorted(wanted))
+    errors = compare.same("edges", _sorted(edges), _sorted(wanted))
     if bool((tasks[:, 0] <= 0).any()):
         raise Disagreement("tasks: one has no edges")
+    return errors
 
 
 def _sorted(edges: Tensor) -> Tensor:

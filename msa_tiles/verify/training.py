@@ -91,17 +91,17 @@ class SparseAttentionBackward(_Training):
             *arguments, deterministic=self.repeatable, backend=self.backend, **self.options
         )
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         tensors = [tensor.float() for tensor in (self.dout, self.q, self.k, self.v, self.out)]
         arguments: Any = (*tensors, self.lse, self.ids)
         wanted = reference.sparse_attention_backward(*arguments, **self.options)
         accepted = self._rounded(wanted) if self.small() else (None, None, None)
-        worst = 0.0
+        errors: compare.Errors = {}
         for name, got, want, limit in zip(("dq", "dk", "dv"), outputs, wanted, accepted, strict=True):
-            worst = max(worst, compare.numbers(name, got, want, self.case.tolerance[name]))
+            errors |= compare.numbers(name, got, want, self.case.tolerance[name])
             if limit is not None:
                 compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit + ROUNDING)
-        return worst
+        return errors
 
     def _rounded(self, wanted: tuple[Tensor, ...]) -> tuple[float, ...]:
         """The worst error of torch's autograd through the dense masked formula in bfloat16, for dq, dk and dv."""
@@ -153,19 +153,19 @@ class IndexKl(_Training):
         gradients = torch.autograd.grad(loss, (idx_q, idx_k), torch.full_like(loss, self.share))
         return loss.detach(), value, *gradients
 
-    def compare(self, outputs: tuple[Tensor, ...]) -> float:
+    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         tensors = (self.q.float(), self.k.float(), self.lse, self.idx_q.float(), self.idx_k.float())
         loss, *gradients = reference.index_kl(*tensors, self.ids, **self.options)
         tolerance = self.case.tolerance
-        worst = compare.numbers("loss", outputs[0], loss, tolerance["loss"])
+        errors = compare.numbers("loss", outputs[0], loss, tolerance["loss"])
         compare.numbers("loss, without gradients", outputs[1], loss, tolerance["loss"])
         wanted = tuple(gradient * self.share for gradient in gradients if gradient is not None)
         accepted = self._rounded(wanted) if self.small() else (None, None)
         for name, got, want, limit in zip(("d_idx_q", "d_idx_k"), outputs[2:], wanted, accepted, strict=True):
-            worst = max(worst, compare.numbers(name, got, want, tolerance[name]))
+            errors |= compare.numbers(name, got, want, tolerance[name])
             if limit is not None:
                 compare.numbers(f"{name}, against the same in bfloat16", got, want, 2 * limit + ROUNDING)
-        return worst
+        return errors
 
     def _rounded(self, wanted: tuple[Tensor, ...]) -> tuple[float, ...]:
         """The worst error of torch's autograd through the dense masked formula in bfloat16, for idx_q and idx_k."""

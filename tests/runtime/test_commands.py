@@ -88,6 +88,48 @@ def test_a_run_with_this_digest_makes_it_verified(capsys: pytest.CaptureFixture[
     assert (support(capsys)["status"], support(capsys)["flags"]) == ("verified", ["generated", "verified"])
 
 
+def entry(row: dict, **errors: object) -> dict:
+    return {"digest": row["digest"], "card": "NVIDIA H200", "date": "2026-11-30", "cases": 3} | errors
+
+
+def accuracy(capsys: pytest.CaptureFixture[str]) -> list[dict]:
+    assert cli.main(["support", "--accuracy", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_accuracy_names_output_metric_and_bound(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    cell, row = "scale_rows.tilelang.sm90.bf16", support(capsys)
+    assert accuracy(capsys) == []
+    assert cli.main(["support", "--accuracy"]) == 0
+    assert "no cell that was asked for has run on a GPU" in capsys.readouterr().out
+    errors = {"out": {"worst": 0.0078, "accepted": 0.02, "metric": "absolute"}}
+    (generated / "verified.json").write_text(json.dumps({cell: entry(row, errors=errors)}))
+    about = {"cell": cell, "card": "NVIDIA H200", "date": "2026-11-30", "current": True}
+    assert accuracy(capsys) == [about | {"output": "out"} | errors["out"]]
+    assert cli.main(["support", "--accuracy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split("  ")[0] == cell and "0.0078" in lines[-1] and "0.02" in lines[-1]
+
+
+def test_accuracy_of_an_entry_with_one_number(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    """As `verify` wrote them before it named outputs; of a kernel that has changed since."""
+    row = support(capsys)
+    old = entry(row, worst_error=0.01, digest="f" * 16)
+    (generated / "verified.json").write_text(json.dumps({"scale_rows.tilelang.sm90.bf16": old}))
+    [found] = accuracy(capsys)
+    assert (found["output"], found["worst"], found["accepted"], found["current"]) == ("all outputs", 0.01, None, False)
+
+
+@pytest.mark.parametrize("errors", [[], {"out": 3}, {"out": {"worst": "small"}}])
+def test_accuracy_refuses_what_verify_did_not_write(
+    errors: object, capsys: pytest.CaptureFixture[str], generated: Path
+) -> None:
+    written = {"scale_rows.tilelang.sm90.bf16": entry(support(capsys), errors=errors)}
+    (generated / "verified.json").write_text(json.dumps(written))
+    assert cli.main(["support", "--accuracy"]) == 2
+    assert "the entry of scale_rows.tilelang.sm90.bf16 is not what `msa-tiles verify` writes" in capsys.readouterr().err
+
+
 def test_explain_says_when_there_is_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["explain", "scale_rows"]) == 0

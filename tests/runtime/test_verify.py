@@ -15,9 +15,10 @@ from msa_tiles.call import backends
 from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
 from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell
-from msa_tiles.verify import inputs, operators, quantised, runner
+from msa_tiles.verify import compare, inputs, operators, quantised, runner
 from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 
 CPU = torch.device("cpu")
@@ -69,6 +70,29 @@ def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
     for case in labels.values():
         runner.run_case(case, CPU, seed=7, backend="reference")
+
+
+def test_errors_are_named_by_output_and_metric(specs: spec.Specs) -> None:
+    """Whatever an operator is compared in, what is kept says which output it is of, in what, and what was accepted."""
+    for op, precision, wanted in (
+        ("sparse_attention", "bf16", {"out": compare.ABSOLUTE, "lse": compare.ABSOLUTE}),
+        ("sparse_attention", "q16kv8", {"out": compare.OVER_SCALE, "lse": compare.ABSOLUTE}),
+        ("index_score", "q8k8", {"out": compare.OVER_SCALE}),
+        ("topk_select", "bf16", {"out": compare.EQUAL}),
+        ("build_schedule", "bf16", {"edges": compare.EQUAL}),
+    ):
+        case = small_cases(op, specs, precision)[0]
+        errors = runner.run_case(case, CPU, seed=3, backend="reference")
+        assert {name: error.metric for name, error in errors.items()} == wanted, op
+        for name, error in errors.items():
+            assert 0 <= error.worst <= error.accepted == case.tolerance.get(name, 0), (op, name)
+    assert sum(case.workload.values != "integer" for case in small_cases("select_blocks", specs))
+
+
+def test_the_worst_error_of_each_output_is_kept() -> None:
+    small, large = compare.Error(0.1, 1.0, compare.ABSOLUTE), compare.Error(0.2, 1.0, compare.ABSOLUTE)
+    found = compare.largest([{"out": small, "lse": large}, {"out": large}, {"lse": small}, {}])
+    assert found == {"out": large, "lse": large}
 
 
 def test_every_operator_of_the_specs_has_a_check(specs: spec.Specs) -> None:
@@ -346,7 +370,13 @@ class TestRunner:
         entry = json.loads((tmp_path / "verified.json").read_text())[cell.id]
         assert entry["digest"] == cell.digest
         assert entry["cases"] == len(found)
-        assert 0 < entry["worst_error"] < 0.02
+        assert list(entry["errors"]) == ["lse", "out"]
+        for output, accepted in (("out", 0.02), ("lse", 0.0005)):
+            error = entry["errors"][output]
+            assert 0 <= error["worst"] < error["accepted"] == accepted and error["metric"] == "absolute"
+        [lse, out] = accuracies([cell], read_verified(tmp_path))
+        assert (out.worst, out.card, out.current) == (entry["errors"]["out"]["worst"], "cpu", True)
+        assert out.worst > 0 and (lse.output, lse.worst) == ("lse", 0.0)
         assert entry["card"] == "cpu"
         assert is_verified(cell, read_verified(tmp_path))
         changed = dataclasses.replace(cell, digest="f" * 16)
@@ -373,7 +403,7 @@ class TestRunner:
         self.run(grid, tmp_path)
         assert is_verified(grid[0][0], read_verified(tmp_path))
 
-        def fail(*_args: object) -> float:
+        def fail(*_args: object) -> compare.Errors:
             raise Disagreement("out: error 3 at (0, 0), accepted 0.02")
 
         monkeypatch.setattr(runner, "run_case", fail)
