@@ -51,10 +51,14 @@ class Scaled:
         return dequantize(self.data, self.scale)
 
     def unit(self, group: int) -> Tensor:
-        """What errors of each query head [Hq, 1] are counted in: the scale of its values, if all of them have one."""
-        if self.scale is None or self.scale.dim() > 1:
+        """What errors of each query head [Hq, 1] are counted in: the largest scale of its values, if there is one."""
+        if self.scale is None:
             return torch.ones(1, 1)
-        return self.scale.repeat_interleave(group)[:, None]
+        largest = self.scale.nan_to_num(0.0)
+        while largest.dim() > 1:
+            # [total_k, heads], or [pages, heads, page].
+            largest = largest.amax(-1 if largest.dim() > 2 else 0)
+        return largest.masked_fill(largest == 0, 1.0).repeat_interleave(group)[:, None]
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Call:
     values: str = "normal"  # or "integer": exact, with ties
     strided: bool = False
     spoilt: tuple[str, float] | None = None  # "k" or "v", and what some of its elements are
+    zeros: bool = False  # the first head's scales are 0, or every third one of tokens
     loose: bool = False  # dimensions of size 1 have a stride that is no multiple of 16 bytes
     shortened: bool = False  # requests use a part of their keys
     used: Sequence[int] | None = None  # that many of them
@@ -102,15 +107,21 @@ class Call:
         return at, (keys, values), where
 
     def scales(self, heads: int, block_size: int, token_scales: int) -> Tensor:
-        """Scales of keys or values: one a head, the last a thousand times the others, or one for each of its tokens.
+        """Scales of keys or values: one a head or one for each of its tokens.
 
-        Those of tokens lie as `place` has laid the keys; what belongs to no key is NaN.
+        The last head's are a thousand times the others'. Those of tokens lie as `place` has laid the keys; what belongs
+        to no key is NaN.
         """
         if not token_scales:
             # Among spoilt elements none: weights would be 0, which drop what they belong to.
             last = 1000.0 if self.spoilt is None else 1.0
-            return self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [last])
-        scales = self.source.scales((self.total_k, heads))
+            scales = self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [last])
+            scales[: int(self.zeros)] = 0.0
+            return scales
+        # The others' are small: scores of thousands would show how keys were rounded, and nothing else.
+        scales = self.source.scales((self.total_k, heads)) * torch.tensor([0.001] * (heads - 1) + [1.0])
+        if self.zeros:
+            scales[::3] = 0.0
         if not self.pages_per_block:
             self.poison_behind(scales)
             return spread(scales) if self.strided else scales

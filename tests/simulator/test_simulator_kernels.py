@@ -119,8 +119,24 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(60, 150)], "seed": 6, "pages_per_block": 2},
             {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "ctas": 5, "token_scales": 0},
         ),
+        "scales of 0": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 7, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "token_scales": 0},
+        ),
+        "scales of 0 among tokens": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 8, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "token_scales": 1},
+        ),
     },
     "sparse_decode_q16kv8": {
+        "scales of 0": (
+            {"sequences": DECODED, "seed": 7, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 3, "token_scales": 0},
+        ),
+        "scales of 0 among tokens": (
+            {"sequences": DECODED, "seed": 8, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 3, "token_scales": 1},
+        ),
         "scales of heads": (
             {"sequences": DECODED, "seed": 1},
             {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 3, "token_scales": 0},

@@ -17,8 +17,8 @@ Plain Python:
     element     of the tile, and so of the other side of the product: queries, weights. Named, where the tile lies in
                 memory that others use too; None: what suits the format
     tensor(heads), scale(heads)   the parameters of the kernel
-      fold(value, stored, head)     times the scale that all rows of a head share; 0 where that scale is 0, so that who
-                                    divides by it must look (shared_attention does: a row for it needs a least scale)
+      fold(value, stored, head)     times the scale that all rows of a head share; of keys never 0: softmax multiplies
+                                    -inf by it, and shared_attention divides by it
   allocate(operand, table, stages, tiles) -> Held   shared memory, as the table says; `tiles` is [places, block_size,
                 head_dim], and given where others use it too
 

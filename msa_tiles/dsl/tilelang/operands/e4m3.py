@@ -21,6 +21,7 @@ from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 TENSORS = ("", "_scale")
 STARTS = True
 STORED = "float8_e4m3fn"
+LEAST_SCALE = 1.0e-30
 
 
 @declares
@@ -104,7 +105,11 @@ class Operand:
         return T.StridedTensor(shape, (page_stride, head_stride, row_stride), "float32")
 
     def fold(self, value, stored, head):
-        return value if self.token_scales else value * stored.scales[head]
+        """Not 0 for keys, whose scores may be -inf and LSE be divided by it: the least scale makes scores 0 as well."""
+        if self.token_scales:
+            return value
+        folded = value * stored.scales[head]
+        return T.max(folded, LEAST_SCALE) if self.name == "k" else folded
 
 
 def allocate(operand, table, stages, tiles=None):
