@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
@@ -41,35 +42,68 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def progress(items: Iterable[Item] | int, label: str) -> Iterator[Item]:
-    """Yield `items` (or `range(items)`) while telling stderr how far it has come."""
-    iterable: Iterable = range(items) if isinstance(items, int) else items
-    total = len(iterable) if isinstance(iterable, Sized) else None
-    terminal = sys.stderr.isatty()
-    started = last = time.monotonic()
-    done = 0
+def progress(items: Iterable[Item], label: str, name: Callable[[Item], str] | None = None) -> Iterator[Item]:
+    """Yield `items`, each of which is done when the next one is asked for, and tell stderr how far it has come.
 
-    def report(end: str) -> None:
-        count = f"{done}/{total}" if total is not None else str(done)
-        line = f"{label}: {count}, {time.monotonic() - started:.1f} s"
-        _write(sys.stderr, f"\r{line}\x1b[K{end}" if terminal else line + "\n")
-
-    try:
-        for item in iterable:
+    The first line comes before the first item; `name` says what is being done.
+    """
+    total = len(items) if isinstance(items, Sized) else None
+    with _Meter(label, total) as meter:
+        for item in items:
+            meter.show("" if name is None else name(item))
             yield item
-            done += 1
-            now = time.monotonic()
-            if now - last >= (0.1 if terminal else _SECONDS_BETWEEN_LINES):
-                last = now
-                report("")
-    except (GeneratorExit, KeyboardInterrupt):  # whoever counted stopped early, and says why
-        if terminal:
+            meter.done += 1
+
+
+def arrivals(items: Iterable[Item], waiting: Iterable[str], label: str, name: Callable[[Item], str]) -> Iterator[Item]:
+    """Yield `items`, each of which is done as it comes, and tell stderr how many there are and which is waited for.
+
+    `waiting` are the names of all that will come, in the order in which they are begun; an item's name is `name(item)`.
+    """
+    left = dict.fromkeys(waiting)
+    with _Meter(label, len(left)) as meter:
+        meter.show(next(iter(left), ""))
+        for item in items:
+            meter.done += 1
+            left.pop(name(item), None)
+            meter.show(next(iter(left), ""))
+            yield item
+
+
+class _Meter:
+    """A line about what was done and what is being done: at once, then now and then, and at the end."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        self.label, self.total, self.done, self.doing = label, total, 0, ""
+        self.terminal = sys.stderr.isatty()
+        self.started = time.monotonic()
+        self.shown: float | None = None
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def show(self, doing: str) -> None:
+        """Say it, unless that was said just now."""
+        self.doing = doing
+        now = time.monotonic()
+        if self.shown is None or now - self.shown >= (0.1 if self.terminal else _SECONDS_BETWEEN_LINES):
+            self.shown = now
+            self._write("")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, GeneratorExit | KeyboardInterrupt):
+            self.doing = self.doing if kind else ""
+            self._write("\n")
+        elif self.terminal:  # whoever counted stopped early, and says why
             _write(sys.stderr, "\n")
-        raise
-    except BaseException:
-        report("\n")
-        raise
-    report("\n")
+
+    def _write(self, end: str) -> None:
+        count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
+        line = f"{self.label}: {count}, {time.monotonic() - self.started:.1f} s"
+        line += f"; {self.doing}" if self.doing else ""
+        if self.terminal:  # a line that wraps cannot be drawn over
+            line = line[: shutil.get_terminal_size().columns - 1]
+        _write(sys.stderr, f"\r{line}\x1b[K{end}" if self.terminal else line + "\n")
 
 
 def table(rows: Sequence[Sequence[object]]) -> None:

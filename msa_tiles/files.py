@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 UNFINISHED = ".writing-"  # what the name of a file begins with that is not whole yet
@@ -36,6 +37,28 @@ def make_directory(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     for each in reversed(missing):
         each.mkdir(mode=0o755, exist_ok=True)
+
+
+def refuse_unwritable(option: str, path: Path, *, directory: bool) -> None:
+    """Raise ValueError unless a file, or a directory to write files in, can be made at a path. Leaves nothing there.
+
+    `option` is what named the path. It is tried out: what a file system answers about rights need not be true.
+    """
+    place = path.absolute()
+    existing = next(each for each in (place, *place.parents) if os.path.lexists(each))
+    try:
+        if not directory and existing == place:
+            if place.is_dir():
+                raise ValueError(f"{option} {path} is a directory, wanted a file: name one in it")
+            with place.open("ab"):
+                pass
+        else:
+            # A parent that is a file is refused by the system, in words that every user knows.
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+    except OSError as error:
+        what = "written to" if existing == place else f"made in {existing}"
+        raise ValueError(f"{option} {path} cannot be {what} ({error.strerror}); name another place") from error
 
 
 def can_be_made(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Names that people type, checked against those that exist."""
+"""Names that people type, checked against those that exist, and words beside numbers."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise ValueError(unknown(what, name, known))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`, `16,384 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
+from msa_tiles.names import counted
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry
 
+MOST_JOBS = 8  # processes for each processor: more of them only take memory
+MOST_SECONDS = 600  # that one contender runs
 FILTERS = ("op", "dsl", "target", "precision")
 
 
@@ -33,6 +37,11 @@ def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--variant", nargs="+", action="extend", default=[], type=named_value, metavar="NAME=N", help=help
     )
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Option to print JSON in place of a table."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def filters_of(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -100,6 +109,22 @@ def only(option: str, given: Sequence[str], why: str) -> str:
     if len(set(given)) != 1:
         raise ValueError(f"{option} {','.join(given)}: {why}")
     return given[0]
+
+
+def processes(option: str, value: int) -> None:
+    """Raise ValueError for a number of processes that no machine like this one can use."""
+    at_least(option, value, 1)
+    there = os.cpu_count() or 1
+    if value > MOST_JOBS * there:
+        raise ValueError(
+            f"{option} is {value}, wanted at most {MOST_JOBS * there}: there are {counted(there, 'processor')} here"
+        )
+
+
+def seconds(option: str, value: float) -> None:
+    """Raise ValueError for a time that is none, or that nobody waits for."""
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError(f"{option} is {value:g}, wanted more than 0 and at most {MOST_SECONDS}")
 
 
 def at_least(option: str, value: float, least: float) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, listed, only
+from msa_tiles.commands._options import add_names, listed, only, seconds
 from msa_tiles.errors import ToolError
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
@@ -81,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
     names.check("--peers", args.peers, (*session.PEERS, NO_PEER))
     if NO_PEER in args.peers:
         args.peers = [only("--peers", args.peers, f"{NO_PEER} stands alone")]
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
+    seconds("--seconds", args.seconds)
     if args.files and args.out is not None:
         raise ValueError("--out: --from times nothing, so that there are no rows to write; leave one of them out")
     if args.charts is not None and not charts.available():
         raise ToolError("--charts needs matplotlib: pip install 'msa-tiles[demo]'")
+    if args.charts is not None:
+        refuse_unwritable("--charts", args.charts, directory=True)
     if args.files:
         results = _recorded(args.files, jobs, args)
         failures: list[str] = []
@@ -128,6 +131,8 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
 
+    if args.out is not None:
+        refuse_unwritable("--out", args.out, directory=False)
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs")
     dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)
@@ -145,13 +150,14 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
     facts = device_facts(device, registry.targets.values())
     path = OUT / rows.file_name(facts.name) if args.out is None else args.out
     peers = tuple(peer for peer in args.peers if peer != NO_PEER) if args.peers else None
+    refuse_unwritable("--out", path, directory=False)
     settings = session.Settings(dsls, peers, args.seconds)
-    console.note(f"{len(jobs)} cases on {facts}; rows go to {path}")
+    console.note(f"{counted(len(jobs), 'case')} on {facts}; rows go to {path}")
     results: list[Row] = []
     failures: list[str] = []
     outcomes = session.run(jobs, settings, device, facts, registry, console.note)
     try:
-        for done, _ in zip(outcomes, console.progress(len(jobs), "cases"), strict=True):
+        for done in console.arrivals(outcomes, map(str, jobs), "cases", lambda done: str(done.job)):
             for row in done.rows:
                 rows.append(path, row)
             results += done.rows

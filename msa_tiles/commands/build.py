@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Iterator, Mapping, Sequence
+import json
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
 from msa_tiles.commands._options import (
     add_filters,
+    add_json,
     add_variant,
-    at_least,
     check_filters,
+    processes,
     select,
     without_missing,
 )
+from msa_tiles.files import refuse_unwritable
 
 if TYPE_CHECKING:
-    from msa_tiles.runtime.build import Job
+    from msa_tiles.runtime.build import Job, Outcome
     from msa_tiles.runtime.cache import Entry
     from msa_tiles.runtime.registry import Cell, Registry
 
@@ -43,6 +46,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     add_variant(parser, "one variant of each cell, the M3 shape but for these dims, and nothing is recorded")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
+    add_json(parser, "a list of what became of each variant")
     parser.set_defaults(func=run)
 
 
@@ -52,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.registry import default_registry
 
-    at_least("--jobs", args.jobs, 1)
+    processes("--jobs", args.jobs)
+    if args.cache is not None:
+        refuse_unwritable("--cache", args.cache, directory=True)
     registry = default_registry()
     if args.calls:
         return _build_for(args, registry)
@@ -63,22 +69,43 @@ def run(args: argparse.Namespace) -> int:
     if args.variant:
         jobs = _at(installed, dict(args.variant))
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
-    rows: list[tuple[object, ...]] = [("cell", "variant", "seconds", "registers", "shared memory", "result")]
-    bad = 0
-    failed: set[str] = set()
-    counter: Iterator[int] = console.progress(len(jobs), "compiling")
-    for outcome, _ in zip(outcomes, counter, strict=True):
-        job = outcome.job
-        registers, shared = _resources(outcome.entry) if args.audit else ("", "")
-        result = "; ".join(outcome.complaints) or ("audited" if args.audit else "compiled")
-        bad += not outcome.good
-        failed |= set() if outcome.good else {job.cell.id}
-        rows.append((job.cell.id, variant_text(job.variant), f"{outcome.seconds:.1f}", registers, shared, result))
-    console.table([rows[0], *sorted(rows[1:], key=lambda row: row[:2])])
-    console.say(f"{len(jobs) - bad} of {len(jobs)} variants are {'compiled and audited' if args.audit else 'compiled'}")
+    made: list[dict[str, Any]] = []
+    for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
+        made.append(_described(outcome, args.audit))
+    made.sort(key=lambda row: (row["cell"], variant_text(row["variant"])))
+    failed = [row["cell"] for row in made if not row["good"]]
+    if args.json:
+        console.say(json.dumps(made, indent=1))
+    else:
+        columns = ("cell", "variant", "seconds", "registers", "shared memory", "result")
+        console.table([columns, *(_line(row) for row in made)])
+        good = "compiled and audited" if args.audit else "compiled"
+        console.say(f"{len(jobs) - len(failed)} of {len(jobs)} variants are {good}")
     if args.audit and not args.variant:
         _record(installed, failed, registry)
-    return 1 if bad else 0
+    return 1 if failed else 0
+
+
+def _described(outcome: Outcome, audited: bool) -> dict[str, Any]:
+    """What became of a variant, as `build --json` prints it."""
+    registers, shared = _resources(outcome.entry) if audited else (None, None)
+    return {
+        "cell": outcome.job.cell.id,
+        "variant": dict(outcome.job.variant),
+        "seconds": round(outcome.seconds, 1),
+        "registers": registers,
+        "shared_memory": shared,
+        "good": outcome.good,
+        "result": "; ".join(outcome.complaints) or ("audited" if audited else "compiled"),
+    }
+
+
+def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
+    """A row of the table."""
+    from msa_tiles.runtime.compiler import variant_text
+
+    measured = ("" if row[name] is None else row[name] for name in ("registers", "shared_memory"))
+    return row["cell"], variant_text(row["variant"]), f"{row['seconds']:.1f}", *measured, row["result"]
 
 
 def _at(cells: Sequence[Cell], given: Mapping[str, int]) -> list[Job]:
@@ -122,11 +149,15 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     if wanted and not jobs:
         raise ValueError(f"--dsl {','.join(args.dsl)}: the kernels that would run are all of another DSL")
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache), apart=True)
-    bad = 0
-    for outcome, _ in zip(outcomes, console.progress(len(jobs), "compiling"), strict=True):
+    made = []
+    for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
+        made.append(_described(outcome, False))
         if not outcome.good:
-            bad += 1
             console.complain(f"{outcome.job}: {outcome.complaints[0]}")
+    bad = sum(not row["good"] for row in made)
+    if args.json:
+        console.say(json.dumps(made, indent=1))
+        return 1 if bad else 0
     console.say(
         f"{len(jobs) - bad} of {len(jobs)} kernels are compiled for {', '.join(targets)}: {', '.join(args.calls)}"
     )
@@ -163,12 +194,12 @@ def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -
         console.complain(f"{registry.directory / evidence.COMPILED} cannot be written ({error.strerror})")
 
 
-def _resources(entry: Entry | None) -> tuple[str, str]:
-    """Registers of a thread and shared memory of a block, for the table."""
+def _resources(entry: Entry | None) -> tuple[int | None, int | None]:
+    """Registers of a thread and bytes of shared memory of a block."""
     measured = None if entry is None else entry.read_audit()
     if entry is None or measured is None:
-        return "", ""
+        return None, None
     functions = measured["functions"].values()
     shared = max(function["static_shared_memory"] for function in functions)
     shared += max(launch["dynamic_shared_memory"] for launch in entry.meta["kernels"].values())
-    return str(max(function["registers"] for function in functions)), str(shared)
+    return max(function["registers"] for function in functions), shared

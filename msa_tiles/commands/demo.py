@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
+
 TOKENS = 16384
+MOST_STEPS = 10_000
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -50,21 +54,28 @@ def run(args: argparse.Namespace) -> int:
         return _train(args)
     if args.steps is not None:
         raise ValueError("--steps: only --train takes steps")
+    import torch
+
     from msa_tiles import console, paths
     from msa_tiles.codegen import generate
     from msa_tiles.demo import device, kernels, picture, text
     from msa_tiles.demo import run as demo
 
+    refuse_unwritable("--out", args.out, directory=True)
     source = text.load(args.text, TOKENS if args.tokens is None else args.tokens)
+    text.refuse_runaway(source, torch.cuda.is_available())
     console.say("regenerating the kernels from the specs")
     count, differences = kernels.differences(paths.generated_dir(), lambda folder: generate(paths.specs_dir(), folder))
     for sentence in differences:
         console.say(f"  {sentence}")
     console.say(
-        f"{count} kernels generated, " + ("NOT what is shipped" if differences else "equal to the shipped ones")
+        f"{counted(count, 'kernel')} generated, "
+        + ("NOT what is shipped" if differences else "equal to the shipped ones")
     )
     console.say(f"{len(source.ids):,} tokens of {source.source}, {len(source.vocabulary):,} different ones")
-    report, block_indices, questions, prompt = demo.run(source, device.choose())
+    place = device.choose()
+    text.refuse_runaway(source, place.torch_device.type == "cuda")
+    report, block_indices, questions, prompt = demo.run(source, place)
     demo.show(report)
     for file in demo.write(report, block_indices, questions, prompt, args.out):
         console.say(f"wrote {file}")
@@ -84,6 +95,9 @@ def _train(args: argparse.Namespace) -> int:
 
     if args.steps is not None and args.steps < 2:
         raise ValueError(f"--steps: {args.steps}, wanted at least 2: one of warm-up and one over the selection")
+    if args.steps is not None and args.steps > MOST_STEPS:
+        raise ValueError(f"--steps: {args.steps:,}, wanted at most {MOST_STEPS:,}: the indexer learns in some hundred")
+    refuse_unwritable("--out", args.out, directory=True)
     place = train.choose_place()
     if args.steps is not None:
         place = dataclasses.replace(place, course=place.course.shortened(args.steps))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 from msa_tiles.paths import generated_dir, specs_dir
 
 
@@ -36,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.precision and not precisions:
         raise ValueError(f"--precision {','.join(args.precision)}: no precision is of this group as yet")
     selection = codegen.Selection(args.op, args.dsl, args.target, precisions)
+    if not args.check:
+        refuse_unwritable("--out", args.out, directory=True)
+    console.note(f"rendering the kernels of {args.specs}")
     generated = codegen.produce(specs, tree=args.specs)
     count = sum(selection.holds(plan.cell) for plan in generated.plans)
     if not count and any(filters.values()):
@@ -47,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         if problems:
             console.complain(f"{len(problems)} of the generated files need `msa-tiles generate`")
             return 1
-        console.say(f"{count} kernels are what their specs say")
+        console.say(
+            f"{counted(count, 'kernel')} {'is what its spec says' if count == 1 else 'are what their specs say'}"
+        )
         return 0
     changes = codegen.write(generated, args.out, selection)
     for path in changes.written:
@@ -56,5 +63,7 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"deleted {args.out}/{path}, which no spec asks for")
     for path in changes.kept:
         console.complain(f"kept {args.out}/{path}, which no spec asks for, because it was not generated")
-    console.say(f"{count} kernels, {len(changes.written)} files written, {changes.unchanged} unchanged")
+    console.say(
+        f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
+    )
     return 0

@@ -10,7 +10,9 @@ import argparse
 from pathlib import Path
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, at_least, only
+from msa_tiles.commands._options import add_names, only, processes
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -42,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
     names.check("--dsl", args.dsl, (*DSLS, points.BOTH, points.BEST))
     target = registry.targets[only("--target", args.target, "a pack is for one target; make one for each")]
     dsl = points.BOTH if set(DSLS) <= set(args.dsl) else only("--dsl", args.dsl or [points.BEST], "name one of these")
-    at_least("--jobs", args.jobs, 1)
+    processes("--jobs", args.jobs)
+    refuse_unwritable("--out", args.out, directory=args.out.suffix != ".whl")
+    if args.cache is not None:
+        refuse_unwritable("--cache", args.cache, directory=True)
     cache = Cache(args.cache)
     make.refuse_machine()
     jobs = points.jobs_of(args.points, registry, target.name, dsl)
@@ -50,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
         packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
     else:
         packing = make.make(jobs, target, args.out, workers=args.jobs, cache=cache)
-    for _ in zip(packing, console.progress(len(jobs), "packing"), strict=True):
+    for _ in console.arrivals(packing, map(str, jobs), "packing", str):
         pass
     made = (wheel if args.out.suffix == ".whl" else make).described(args.out)
     console.say(
-        f"{made.place}: {made.kernels} kernels for {target.name}, {made.bytes / 1e6:.1f} MB; "
+        f"{made.place}: {counted(made.kernels, 'kernel')} for {target.name}, {made.bytes / 1e6:.1f} MB; "
         f"for Linux on {make.MACHINE}, glibc {made.glibc} or newer, {made.tvm_ffi}"
     )
     return 0

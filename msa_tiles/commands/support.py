@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
 from msa_tiles.commands._options import add_filters, select
 
 if TYPE_CHECKING:
+    from msa_tiles.runtime import tuned
     from msa_tiles.runtime.registry import Cell, Registry
 
 
@@ -20,24 +21,26 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--accuracy", action="store_true", help="the worst error of each output, as verified, instead of the evidence"
     )
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, with cards, dates and errors")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from msa_tiles.runtime import evidence, tuned
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
+    cells = select(args, registry)
     if args.accuracy:
-        return _print_accuracy(select(args, registry), registry, args.json)
-    rows = [describe(cell, registry) for cell in select(args, registry)]
+        return _print_accuracy(cells, registry, args.json)
+    verified, compiled = evidence.read_verified(registry.directory), evidence.read_compiled(registry.directory)
+    figures = tuned.read(registry.directory)
+    rows = [describe(cell, registry, verified, compiled, figures) for cell in cells]
     if args.json:
         console.say(json.dumps(rows, indent=1))
         return 0
-    columns = ("op", "dsl", "target", "precision", "group", "status", "flags", "digest")
-    console.table(
-        [columns, *((*(row[name] for name in columns[:6]), " ".join(row["flags"]), row["digest"]) for row in rows)]
-    )
+    columns = ("op", "dsl", "target", "precision", "group", "status", "flags", "verified on", "digest")
+    console.table([columns, *(_line(row) for row in rows)])
     return 0
 
 
@@ -65,39 +68,70 @@ def _print_accuracy(cells: Sequence[Cell], registry: Registry, as_json: bool) ->
     return 0
 
 
-def describe(cell: Cell, registry: Registry) -> dict[str, Any]:
-    """One cell as `support --json` prints it."""
+def describe(
+    cell: Cell,
+    registry: Registry,
+    verified: Mapping[str, Mapping[str, Any]],
+    compiled: Mapping[str, Mapping[str, Any]],
+    figures: Iterable[tuned.Figure],
+) -> dict[str, Any]:
+    """One cell as `support --json` prints it.
+
+    `verified` and `compiled` are what is on record for it (or None), `timed` is what `msa-tiles tune` measured. Each
+    says whether it is `current`: of the kernel as it is now.
+    """
     from msa_tiles.runtime import evidence
 
     # Of a file that is not what the index says, nothing else is known: what ran under its digest was another kernel.
     generated = is_generated(cell)
+    target = registry.targets[cell.target]
+    ran, passed = evidence.is_verified(cell, verified), evidence.is_recorded(cell, target, compiled)
     flags = {
         "generated": generated,
-        "compiled": generated and _is_compiled(cell, registry),
+        # By the record that is committed, or by this machine's cache.
+        "compiled": generated and (passed or evidence.is_compiled(cell, target)),
         "simulated": generated and evidence.is_simulated(cell),
-        "verified": generated and evidence.is_verified(cell, evidence.read_verified(registry.directory)),
+        "verified": generated and ran,
     }
     return {
+        "id": cell.id,
         "op": cell.op,
         "dsl": cell.dsl,
         "target": cell.target,
         "precision": cell.precision,
         "group": registry.group_of(cell.precision),
         "algorithm": cell.entry["algorithm"],
-        "status": evidence.status(flags),
+        "status": evidence.status(flags) if generated or not cell.file.exists() else "edited",
         "flags": [flag for flag in evidence.FLAGS if flags[flag]],
         "file": cell.entry["file"],
         "digest": cell.digest,
+        "verified": _record(cell, verified, generated and ran),
+        "compiled": _record(cell, compiled, generated and passed),
+        "timed": [
+            {
+                "workload": figure.workload,
+                "queries": figure.queries,
+                "ms": figure.ms[cell.id],
+                "card": figure.card,
+                "date": figure.date,
+                "current": generated and figure.fresh(cell),
+            }
+            for figure in figures
+            if cell.id in figure.ms
+        ],
     }
 
 
-def _is_compiled(cell: Cell, registry: Registry) -> bool:
-    """By the record that is committed, or by this machine's cache."""
-    from msa_tiles.runtime import evidence
+def _record(cell: Cell, records: Mapping[str, Mapping[str, Any]], current: bool) -> dict[str, Any] | None:
+    return {**records[cell.id], "current": current} if cell.id in records else None
 
-    target = registry.targets[cell.target]
-    recorded = evidence.is_recorded(cell, target, evidence.read_compiled(registry.directory))
-    return recorded or evidence.is_compiled(cell, target)
+
+def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the table: of a run of another kernel it says nothing."""
+    ran = row["verified"] if "verified" in row["flags"] else {}
+    where = ", ".join(ran[name] for name in ("card", "date") if name in ran)
+    names = ("op", "dsl", "target", "precision", "group", "status")
+    return (*(row[name] for name in names), " ".join(row["flags"]), where, row["digest"])
 
 
 def is_generated(cell: Cell) -> bool:

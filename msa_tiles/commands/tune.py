@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
+import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msa_tiles import console, names, paths
-from msa_tiles.commands._options import add_filters, add_names, filter_text, filters_of, on_target, select
+from msa_tiles.commands._options import (
+    add_filters,
+    add_json,
+    add_names,
+    filter_text,
+    filters_of,
+    on_target,
+    seconds,
+    select,
+)
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 
 # Runs in turns, so that no DSL has the cooler card.
 ROUNDS = 3
@@ -24,6 +37,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
     add_names(parser, "--workload", "LABEL,…", "only these bench workloads of the specs")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each kernel runs a round (default 0.2)")
+    add_json(parser, "a list of what was measured, like tuned.json")
     parser.set_defaults(func=run)
 
 
@@ -42,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     operators = load(paths.specs_dir()).operators
     labels = {cell.op: [workload.label for workload in operators[cell.op].bench] for cell in cells}
     names.check("--workload", args.workload, [label for known in labels.values() for label in known])
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds is {args.seconds:g}, wanted more than 0")
+    seconds("--seconds", args.seconds)
+    refuse_unwritable("the record", registry.directory / tuned.TUNED, directory=False)
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; kernels can only be timed on one")
     device = torch.device(args.device)
@@ -57,33 +71,33 @@ def run(args: argparse.Namespace) -> int:
     rivals = {key: found for key, found in rivals.items() if len(found) > 1}
     if not rivals:
         raise ValueError(f"of what matches {filter_text(filters_of(args))} no operator has two kernels to compare")
-    console.say(f"{len(rivals)} operators with rival kernels on {facts}")
-    rows: list[tuple[str, ...]] = [("cell", "workload", "ms")]
-    for rival in console.progress(rivals.values(), "operators"):
-        for figure in _figures(rival, device, args.workload, args.seconds):
-            tuned.write(
-                registry.directory,
-                [
-                    tuned.Figure(
-                        op=rival[0].op,
-                        target=rival[0].target,
-                        precision=rival[0].precision,
-                        workload=figure[0],
-                        queries=figure[1],
-                        card=facts.name,
-                        date=datetime.date.today().isoformat(),
-                        ms=figure[2],
-                        digests={cell.id: cell.digest for cell in rival if cell.id in figure[2]},
-                    )
-                ],
+    console.note(f"{counted(len(rivals), 'operator')} with rival kernels on {facts}")
+    figures: list[tuned.Figure] = []
+    for rival in console.progress(rivals.values(), "operators", lambda cells: f"{cells[0].op} {cells[0].precision}"):
+        for workload, queries, ms in _figures(rival, device, args.workload, args.seconds):
+            figure = tuned.Figure(
+                op=rival[0].op,
+                target=rival[0].target,
+                precision=rival[0].precision,
+                workload=workload,
+                queries=queries,
+                card=facts.name,
+                date=datetime.date.today().isoformat(),
+                ms=ms,
+                digests={cell.id: cell.digest for cell in rival if cell.id in ms},
             )
-            rows += [(cell.id, figure[0], f"{figure[2][cell.id]:.4f}") for cell in rival if cell.id in figure[2]]
-    console.table(rows)
+            tuned.write(registry.directory, [figure])
+            figures.append(figure)
+    if args.json:
+        console.say(json.dumps([dataclasses.asdict(figure) for figure in figures], indent=1))
+    else:
+        rows = [(cell, figure.workload, f"{ms:.4f}") for figure in figures for cell, ms in figure.ms.items()]
+        console.table([("cell", "workload", "ms"), *rows])
     return 0
 
 
 def _figures(
-    cells: Sequence[Any], device: Any, labels: Sequence[str] | None, seconds: float
+    cells: Sequence[Any], device: Any, labels: Sequence[str] | None, duration: float
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(workload, queries, milliseconds by cell) for each bench workload of the operator."""
     import torch
@@ -107,7 +121,7 @@ def _figures(
                 cell.id: [functools.partial(run, check) for check in checks]
                 for cell, run in zip(cells, runs, strict=True)
             }
-            figure = measure(calls, seconds)
+            figure = measure(calls, duration)
         except torch.OutOfMemoryError:
             console.complain(f"msa-tiles tune: {cells[0].op} {workload.label} does not fit this GPU and is left out")
             continue

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, at_least, filters_of, on_target, select, without_missing
+from msa_tiles.commands._options import add_filters, add_json, filters_of, on_target, processes, select, without_missing
 from msa_tiles.commands.support import is_generated
 from msa_tiles.errors import ToolError
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job
@@ -47,6 +50,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         metavar="TOOL",
         help=f"run the smallest cases under compute-sanitizer: {', '.join(SANITIZERS)}",
     )
+    add_json(parser, "cells and failed cases")
     parser.set_defaults(func=run)
 
 
@@ -65,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
     registry = default_registry()
     cells = select(args, registry)
-    at_least("--jobs", args.jobs, 1)
+    processes("--jobs", args.jobs)
     if args.sanitizer:
         return _sanitized(args, {cell.dsl for cell in cells})
+    if not args.smallest:
+        refuse_unwritable("the record", registry.directory / evidence.VERIFIED, directory=False)
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; kernels can only be verified on one")
     device = torch.device(args.device)
@@ -76,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     there = on_target(cells, facts, args)
     stale = [cell for cell in there if not (args.stale and evidence.is_verified(cell, verified))]
     if not stale:
-        console.say(f"all {len(there)} cells are verified as they are now: nothing is stale")
+        console.note(f"all {len(there)} cells are verified as they are now: nothing is stale")
+        if args.json:
+            console.say(json.dumps({"cells": [], "failures": []}, indent=1))
         return 0
     chosen = without_missing(stale)
     if not chosen:
@@ -86,45 +94,51 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"edited since `msa-tiles generate` ran: {', '.join(drifted)}; run it again")
     specs = load(paths.specs_dir())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
-    console.say(f"{len(chosen)} cells to verify on {facts}")
+    console.note(f"{counted(len(chosen), 'cell')} to verify on {facts}")
     if args.smallest:
         grid = [(cell, smallest(found)) for cell, found in grid]
     # Compiled side by side first: the GPU would wait for each kernel otherwise.
     jobs = launched(grid, registry)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, apart=True)
-    counter: Iterator[int] = console.progress(len(jobs), "compiling")
-    for outcome, _ in zip(outcomes, counter, strict=True):
+    for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
         if not outcome.good:
             console.complain(f"{outcome.job}: {outcome.complaints[0]}")
     numbers = random.Random(args.seed)
     if args.smallest:
         results = runner.sample(grid, device, seed=lambda: numbers.randrange(1 << 31))
+        due = [case for _, found in grid for case in found]
     else:
+        due = runner.due(grid, device)
         results = runner.run(grid, device, registry.directory, seed=lambda: numbers.randrange(1 << 31))
-    failures = 0
-    for result in console.progress(results, "cases"):
+    failures: list[dict[str, Any]] = []
+    for result in console.arrivals(results, map(str, due), "cases", lambda result: str(result.case)):
         if result.failure is not None:
-            failures += 1
-            console.complain(f"{result.case.cell.id} {result.case.key} (seed {result.seed}): {result.failure}")
+            case = {"cell": result.case.cell.id, "case": result.case.key, "seed": result.seed}
+            failures.append({**case, "failure": result.failure})
+            console.complain(f"{result.case} (seed {result.seed}): {result.failure}")
+    bad = 1 if failures else 0
     if args.smallest:
-        console.say(f"{failures} of {sum(len(found) for _, found in grid)} cases failed")
-        return 1 if failures else 0
+        if args.json:
+            console.say(json.dumps({"cases": len(due), "failures": failures}, indent=1))
+        else:
+            console.say(f"{len(failures)} of {counted(len(due), 'case')} failed")
+        return bad
     verified = evidence.read_verified(registry.directory)
+    entries = {cell.id: verified[cell.id] if evidence.is_verified(cell, verified) else {} for cell in chosen}
+    ended = {name: "verified" if entry else "failed" for name, entry in entries.items()}
+    if args.json:
+        found = [{"cell": name, "result": ended[name], **entry} for name, entry in entries.items()]
+        console.say(json.dumps({"cells": found, "failures": failures}, indent=1))
+        return bad
     rows = [("cell", "worst errors", "cases", "result")]
     for cell in chosen:
-        entry = verified.get(cell.id, {})
-        good = evidence.is_verified(cell, verified)
-        errors = accuracies([cell], verified) if good else []
-        rows.append(
-            (
-                cell.id,
-                ", ".join(f"{error.output} {error.worst:.3g}" for error in errors),
-                str(entry.get("cases", "")),
-                "verified" if good else "failed",
-            )
+        entry = entries[cell.id]
+        errors = ", ".join(
+            f"{error.output} {error.worst:.3g}" for error in accuracies([cell], verified if entry else {})
         )
+        rows.append((cell.id, errors, str(entry.get("cases", "")), ended[cell.id]))
     console.table(rows)
-    return 1 if failures else 0
+    return bad
 
 
 def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:

@@ -76,6 +76,6 @@ def _rehearse(device: Device) -> None:
         ops.sparse_attention(q, k, v, chosen[0], block_size=shape.block_size)
 
     steps: list[Callable[[], None]] = [select, attend]
-    for step in console.progress(steps, "kernels loaded"):
+    for step in console.progress(steps, "kernels loaded", lambda step: step.__name__):
         step()
         device.synchronise()

@@ -7,6 +7,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from msa_tiles.names import counted
+
 # One token is a word, a number, one sign, or one character of a script that is written without spaces.
 _TOKEN = re.compile(r"[぀-ヿ㐀-䶿一-鿿가-힯]|[^\W\d_぀-ヿ㐀-䶿一-鿿가-힯]+|\d+|_|[^\w\s]")
 
@@ -77,11 +79,21 @@ def load(path: Path | None, tokens: int) -> Text:
     text = tokenise(content, source, tokens)
     if len(text.ids) < MINIMUM_TOKENS:
         raise ValueError(
-            f"--text: {source} holds {len(text.ids)} tokens; the demo wants at least {MINIMUM_TOKENS}, "
+            f"--text: {source} holds {counted(len(text.ids), 'token')}; the demo wants at least {MINIMUM_TOKENS}, "
             "so that there is something far back to ask for"
         )
     return text
 
 
+def refuse_runaway(text: Text, gpu: bool) -> None:
+    """Raise ValueError for a text that would keep the device busy for hours: time grows with the square of it."""
+    most = MOST_TOKENS[gpu]
+    if len(text.ids) > most:
+        where = "a GPU" if gpu else "a CPU, where that takes a quarter of an hour"
+        raise ValueError(f"--tokens: {len(text.ids):,} of {text.source}, wanted at most {most:,} on {where}")
+
+
 # Sixteen blocks of 128: below that, every query could select every block and nothing would be shown.
 MINIMUM_TOKENS = 2048
+MOST_TOKENS = {False: 1 << 16, True: 1 << 20}
+"""Without and with a GPU."""

@@ -128,7 +128,7 @@ class Registry:
             document = json.loads(path.read_text())
         except OSError as error:
             raise RegistryError(f"{path} cannot be read ({error.strerror}); run `msa-tiles generate`") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RegistryError(f"{path} is not JSON: {error}; run `msa-tiles generate`") from error
         if not isinstance(document, dict) or document.get("format") != INDEX_FORMAT:
             raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")

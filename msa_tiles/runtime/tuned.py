@@ -69,8 +69,10 @@ def read(directory: Path) -> tuple[Figure, ...]:
         return ()
     try:
         return tuple(Figure(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["figures"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what `msa-tiles tune` writes: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not what `msa-tiles tune` writes ({error}); delete it and run that again"
+        ) from error
 
 
 def write(directory: Path, figures: Iterable[Figure]) -> None:

@@ -32,6 +32,9 @@ class Case:
         """What names the case in the journal and in messages."""
         return f"{self.workload.label} {variant_text(self.point)}"
 
+    def __str__(self) -> str:
+        return f"{self.cell.id} {self.key}"
+
     @property
     def dims(self) -> dict[str, int]:
         """Every dim of the call, the operator's own names."""

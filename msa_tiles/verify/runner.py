@@ -112,6 +112,16 @@ def run(
             journal.remove()
 
 
+def due(cells: Iterable[tuple[Cell, list[Case]]], device: torch.device, root: Path | None = None) -> list[Case]:
+    """The cases that `run` would run: those that the journal lacks."""
+    card = _card(device)
+    left = []
+    for cell, cases in cells:
+        passed = Journal((root or default_root()) / "verify", cell, card).read()
+        left += [case for case in cases if case.key not in passed]
+    return left
+
+
 class Journal:
     """Passed cases of one cell, digest and card: one JSON object a line."""
 

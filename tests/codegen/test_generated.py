@@ -213,10 +213,10 @@ class TestCommand:
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2
-        assert "--target sm91 is unknown; known: sm100, sm90" in capsys.readouterr().err
+        assert "--target sm91 is unknown; did you mean sm90? Known: sm100, sm90" in capsys.readouterr().err
 
     def test_specs_of_the_user(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "specs").mkdir()
         assert main(["generate", "--specs", str(tmp_path / "specs"), "--out", str(tmp_path)]) == 2
         message = capsys.readouterr().err
-        assert re.search(r"msa-tiles: \S+/specs/targets:1: there is no such directory of specs", message)
+        assert re.search(r"msa-tiles generate: \S+/specs/targets:1: there is no such directory of specs", message)

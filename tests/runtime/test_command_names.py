@@ -51,7 +51,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert not printed.out
-    [line] = printed.err.splitlines()
+    *before, line = printed.err.splitlines()
+    assert all(note.startswith("rendering the kernels of ") for note in before)
     assert line.startswith(f"msa-tiles {arguments[0]}: ")
     return line
 

@@ -45,9 +45,10 @@ def support(capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_support_prints_an_object_for_each_cell(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
     row = support(capsys)
-    wanted = ["op", "dsl", "target", "precision", "group", "algorithm", "status", "flags", "file", "digest"]
-    assert list(row) == wanted
-    assert [row[name] for name in wanted[:6]] == ["scale_rows", "tilelang", "sm90", "bf16", "bf16", ""]
+    wanted = ["id", "op", "dsl", "target", "precision", "group", "algorithm", "status", "flags", "file", "digest"]
+    assert list(row) == [*wanted, "verified", "compiled", "timed"]
+    assert (row["verified"], row["compiled"], row["timed"]) == (None, None, [])
+    assert [row[name] for name in wanted[1:7]] == ["scale_rows", "tilelang", "sm90", "bf16", "bf16", ""]
     assert (row["status"], row["flags"]) == ("generated", ["generated"])
     assert (generated / row["file"]).exists()
 
@@ -55,6 +56,8 @@ def test_support_prints_an_object_for_each_cell(capsys: pytest.CaptureFixture[st
 def test_a_hand_edit_takes_generated_away(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
     kernel = generated / support(capsys)["file"]
     kernel.write_text(kernel.read_text().replace("* factor", "+ factor"))
+    assert (support(capsys)["status"], support(capsys)["flags"]) == ("edited", [])
+    kernel.unlink()
     assert (support(capsys)["status"], support(capsys)["flags"]) == ("missing", [])
 
 
@@ -65,7 +68,8 @@ def test_a_hand_edit_takes_verified_away(edit: str, capsys: pytest.CaptureFixtur
     (generated / "verified.json").write_text(json.dumps(entry))
     with (generated / row["file"]).open("a", encoding="utf-8", errors="surrogateescape") as kernel:
         kernel.write(edit)
-    assert (support(capsys)["status"], support(capsys)["flags"]) == ("missing", [])
+    row = support(capsys)
+    assert (row["status"], row["flags"], row["verified"]["current"]) == ("edited", [], False)
 
 
 def test_support_refuses_filters_that_match_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +134,23 @@ def test_accuracy_refuses_what_verify_did_not_write(
     assert "the entry of scale_rows.tilelang.sm90.bf16 is not what `msa-tiles verify` writes" in capsys.readouterr().err
 
 
+def test_support_has_cards_dates_and_errors(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    row = support(capsys)
+    ran = {"digest": row["digest"], "card": "NVIDIA H200", "date": "2026-11-30", "worst_error": 0.25, "cases": 9}
+    (generated / "verified.json").write_text(json.dumps({row["id"]: ran}))
+    figure = {"op": row["op"], "target": "sm90", "precision": "bf16", "workload": "long", "queries": 8, "ms": {}}
+    figure |= {"card": "NVIDIA H100", "date": "2026-11-29", "digests": {}}
+    figures = [figure | {"ms": {row["id"]: 1.5}, "digests": {row["id"]: digest}} for digest in (row["digest"], "older")]
+    (generated / "tuned.json").write_text(json.dumps({"figures": figures}))
+    row = support(capsys)
+    assert row["verified"] == {**ran, "current": True}
+    timed = {"workload": "long", "queries": 8, "ms": 1.5, "card": "NVIDIA H100", "date": "2026-11-29"}
+    assert row["timed"] == [{**timed, "current": True}, {**timed, "current": False}]
+    assert cli.main(["support"]) == 0
+    [heading, line] = capsys.readouterr().out.splitlines()
+    assert line[heading.index("verified on") :].split("  ")[0] == "NVIDIA H200, 2026-11-30"
+
+
 def test_explain_says_when_there_is_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["explain", "scale_rows"]) == 0
@@ -176,6 +197,12 @@ def test_build_of_one_variant_is_audited_and_not_recorded(
     [([job], options)] = asked
     assert (job.variant, options["audited"]) == ({"width": 64, "capacity": 8}, True)
     assert not (generated / "compiled.json").exists()
+    capsys.readouterr()
+    assert cli.main(["build", "--json"]) == 0
+    second, first = json.loads(capsys.readouterr().out)
+    row = {"cell": "scale_rows.tilelang.sm90.bf16", "variant": {"width": 64, "capacity": 4}, "seconds": 0.0}
+    assert first == row | {"registers": None, "shared_memory": None, "good": True, "result": "compiled"}
+    assert second["variant"] != first["variant"]
     assert cli.main(["build", "--variant", "capacity=5"]) == 2
     assert "--variant capacity=5: scale_rows.tilelang.sm90.bf16 has 4, 8" in capsys.readouterr().err
     assert cli.main(["build", "--variant", "depth=5"]) == 2
