@@ -189,6 +189,7 @@ class Operand:
     """Blocks in the ring that need no decoding."""
 
     LANDING = "ring_full"
+    Q_LANDING = "q_full"
     decoded = False
     element = float
 
@@ -206,7 +207,7 @@ class Operand:
     def load_scales(self, *_arguments: Any) -> None:
         pass
 
-    skip_scales = load_scales
+    skip_scales = scale_rows = load_scales
 
     def fold(self, value: float, _stored: Any, _head: int) -> float:
         return value
@@ -219,6 +220,7 @@ class Decoded(Operand):
     """Blocks that land beside the ring, from where decoding warps bring a share of rows each."""
 
     LANDING = "raw_full"
+    Q_LANDING = "q_raw_full"
     decoded = True
 
     def boxes(self, tiles: Array, _stages: int) -> Stages:
@@ -232,6 +234,24 @@ class Decoded(Operand):
         if lane == 0:
             tiles[member::members, :, stage] = raw[member::members, :, stage]
             raw[member::members, :, stage] = np.nan
+
+    def decode_queries(
+        self, tile: Pointer, powers: Array, landed: Pointer, phase: int, lane: int, member: int, members: int
+    ) -> None:
+        self.chip.mbarrier_wait(landed, phase)
+        if lane == 0:
+            for row in range(member, TILE, members):
+                powers.values[row] = row % 3 + 1
+                tile.of.values[row] *= 2.0 ** (row % 3 + 1)
+
+    def pass_queries_on(self, full: Pointer) -> None:
+        self.chip.sync_warp()
+        if self.chip.lane == 0:
+            self.chip.mbarrier_arrive(full)
+
+    def scale_rows(self, scales: Array, powers: Array, row: int) -> None:
+        for half in range(2):
+            scales[half] = scales[half] / 2.0 ** powers[row + 8 * half]
 
     def of_head(self, _stored: Any, _head: int) -> float:
         return OUT_SCALE
@@ -392,9 +412,8 @@ def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
     decoding = kernel == DECODING
     parts = constants_of(HELPERS / "operands" / ("e4m3.py" if decoding else "plain.py"))
     operand = functools.partial(Decoded if decoding else Operand, chip)
-    operand.__dict__["LANDING"] = operand.func.LANDING
     names["key_value"] = types.SimpleNamespace(
-        InRing=operand, multiplied=parts["multiplied"], ring_parts=parts["ring_parts"]
+        InRing=operand, **{name: parts[name] for name in ("in_ring", "ring_parts", "query_parts")}
     )
     module = load(kernel, source=source, **names, **motions(**names))
     # Two rows of an accumulator a lane, and AHEAD so small that a query's slots take several rounds.
@@ -651,8 +670,10 @@ class Fault(NamedTuple):
     tiles: tuple[tuple[int, tuple[int, ...]], ...] = TILES
     seed: int = 0
     spoilt: bool = False
+    file: Path = KERNEL
 
 
+DECODED = "            if num > 0:\n                landed, queries"
 FAULTS = {
     "Q is given back before the last product is made": Fault(
         SCORED,
@@ -758,6 +779,18 @@ FAULTS = {
     "columns are tainted before all are known": Fault(
         f"what comes next.\n        {MEETING}", "what comes next.\n        pass\n", spoilt=True
     ),
+    "queries are passed on before they are decoded": Fault(
+        DECODED,
+        "            if num > 0:\n                self.keys.pass_queries_on(shared.q_full)\n" + DECODED,
+        file=DECODING,
+    ),
+    "queries are decoded for tiles that have none": Fault(
+        DECODED, DECODED.replace("num > 0", "num >= 0"), file=DECODING
+    ),
+    "the powers of two of queries stay": Fault(
+        "                self.keys.scale_rows(", "                (", file=DECODING
+    ),
+    "decoded queries are not awaited": Fault(f"{WAIT}q_full, q_phase)", "pass", file=DECODING),
     "columns are forgotten while others read them": Fault(
         f"        {MEETING}        thread = ", "        thread = ", spoilt=True
     ),
@@ -765,9 +798,9 @@ FAULTS = {
 
 
 @functools.cache
-def is_right(seed: int, tiles: tuple[tuple[int, tuple[int, ...]], ...], spoilt: bool) -> bool:
+def is_right(seed: int, tiles: tuple[tuple[int, tuple[int, ...]], ...], spoilt: bool, file: Path) -> bool:
     """The kernel as it is, on what a fault shows on."""
-    check(seed, Shape(), tiles=tiles, spoilt=spoilt)
+    check(seed, Shape(), tiles=tiles, spoilt=spoilt, file=file)
     return True
 
 
@@ -775,9 +808,9 @@ def is_right(seed: int, tiles: tuple[tuple[int, tuple[int, ...]], ...], spoilt: 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_shows(name: str) -> None:
     fault = FAULTS[name]
-    text = KERNEL.read_text()
+    text = fault.file.read_text()
     assert text.count(fault.right) == 1
     with pytest.raises((AssertionError, Deadlock, IndexError)):
         for seed in range(fault.seed, fault.seed + SEEDS):
-            check(seed, Shape(), 1, text.replace(fault.right, fault.wrong), fault.tiles, fault.spoilt)
-    assert is_right(seed, fault.tiles, fault.spoilt)
+            check(seed, Shape(), 1, text.replace(fault.right, fault.wrong), fault.tiles, fault.spoilt, fault.file)
+    assert is_right(seed, fault.tiles, fault.spoilt, fault.file)

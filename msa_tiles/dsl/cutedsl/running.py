@@ -12,14 +12,14 @@ from msa_tiles.dsl.cutedsl.softmax import quad_maxima
 @cute.jit
 def running_softmax(
     scores: cute.Tensor, rounded: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor,
-    scale_log2: Float32, rooms, element: cutlass.Constexpr,
+    scales, rooms, element: cutlass.Constexpr,
 ):  # fmt: skip
-    """rounded = exp2((scores - row_max) * scale_log2), two keys of `element` in an int; row_max is the largest so far.
+    """rounded = exp2((scores - row_max) * scales), two keys of `element` in an int; row_max is the largest so far.
 
     row_max [2] goes on from what it holds, LOWEST or more, and rescale [2] is what earlier exponentials have to be
     multiplied with. row_sum [2] is the lane's share of the sum: it is rescaled, and grows by this tile's columns of the
     lane before they are rounded. rooms[half] is the last column that a row sees, less the lane's first column, or None
-    where rows see every column. scale_log2 must be positive. The scores are only read: wgmma is still to write there.
+    where rows see every column. scales [2] must be positive. The scores are only read: wgmma is still to write there.
     """
     for halves in steps(rooms):
         before = {half: row_max[half] for half in halves}
@@ -30,15 +30,15 @@ def running_softmax(
         sums = {}
         quad_maxima(row_max, halves)
         for half in halves:
-            rescale[half] = cute.math.exp2((before[half] - row_max[half]) * scale_log2, fastmath=True)
-            shift[half] = row_max[half] * scale_log2
+            rescale[half] = cute.math.exp2((before[half] - row_max[half]) * scales[half], fastmath=True)
+            shift[half] = row_max[half] * scales[half]
             sums[half] = [row_sum[half] * rescale[half], Float32(0.0)]
         for j in cutlass.range_constexpr(cute.size(scores) // 4):
             for half in halves:
                 pair = []
                 for column in cutlass.range_constexpr(2):
                     score = scores[(column, half, j), 0, 0]
-                    weight = cute.math.exp2(score * scale_log2 - shift[half], fastmath=True)
+                    weight = cute.math.exp2(score * scales[half] - shift[half], fastmath=True)
                     if cutlass.const_expr(rooms is not None):
                         weight = pick_float(rooms[half] >= 8 * j + column, weight, Float32(0.0))
                     pair.append(weight)

@@ -40,9 +40,13 @@ what the kernel does with blocks that are seen in part.
 
 `InRing(…)` is that in a ring of tiles of 16 bits that belongs to the kernel, and also holds other things. Its `fold`
 gives no 0, by which the kernel divides.
-ring_parts(stages, *, producer, decoder, readers, **scales) are the ring's pipelines.
-  LANDING   the barriers at which the bytes of a stage are awaited first
-  decoded   whether decoding warps pass each stage on: decode_tile, then an arrival at ring_full
+in_ring(name, **scales) is the element of the product, ring_parts(stages, *, producer, decoder, readers, **scales) are
+the ring's pipelines, and query_parts(rows, *, producer, decoder, readers, **scales) those of a tile of queries, and its
+buffers.
+  LANDING, Q_LANDING   the barriers at which the bytes of a stage, or of queries, are awaited first
+  decoded   whether decoding warps pass each stage on: decode_tile, then an arrival at ring_full; and queries before it:
+            decode_queries, pass_queries_on
+  scale_rows           of an accumulator's two rows the scale of the softmax, as decoded queries want it
   boxes     where TMA writes; load_scales beside it, and skip_scales for a stage that holds something else
 
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).

@@ -1,8 +1,9 @@
-"""Keys or values of e4m3 with float32 scales, decoded to 16 bits in the registers of the warps that multiply them.
+"""Keys or values of e4m3 with float32 scales, decoded to 16 bits in registers.
 
 A scale belongs to a head (to the tensor, with a stride of 0) or, with token_scales, to each token of a head. Queries
-are bfloat16, so keys become it, too; values become float16, which one instruction makes of two of them. With
-token_scales values become bfloat16 as well: a weight times the scale of a token is no number for float16.
+are bfloat16, so keys become it, too, but in a ring, where queries become float16; values become float16, which one
+instruction makes of two of them. With token_scales all become bfloat16: a weight times the scale of a token is no
+number for float16.
 
 Blocks lie in shared memory as they are stored, a row of bytes for each token. `ldmatrix` hands them out in pairs of
 bytes, which is not quite the order in which wgmma takes its left side from registers; what is left is turned round on
@@ -25,6 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import swap_ab, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
+from msa_tiles.dsl.cutedsl.gradients import HIGH, round_pair
 from msa_tiles.dsl.cutedsl.keys import Blocks
 from msa_tiles.dsl.cutedsl.pipeline import arrive
 from msa_tiles.dsl.cutedsl.row_scales import copy_scales
@@ -38,6 +40,8 @@ REPEAT = 8  # rows after which a swizzle repeats
 HALF_PANEL = 64  # columns of a panel of 16 bits
 UNIT = 8  # values that a lane decodes at a time
 LEAST_SCALE = 1.0e-30
+MAGNITUDE = 0x7FFF  # of a bfloat16
+BIAS, MOST_POWER = 127, 253  # of a float32's exponent; of both a power of two and its inverse none is subnormal
 
 
 @declares
@@ -97,6 +101,24 @@ def ring_parts(stages, *, producer, decoder, readers, token_scales):
 
 
 @declares
+def query_parts(rows, *, producer, decoder, readers, token_scales):
+    """A tile of queries, which TMA fills; for float16 keys the decoder makes float16 of it."""
+    freed = (warps(readers),)
+    if token_scales:
+        return Parts((Pipeline("q", 1, (lane(producer),), freed),), ())
+    return Parts(
+        (Pipeline("q_raw", 1, (lane(producer),)), Pipeline("q", 1, (warps(decoder),), freed)),
+        (buffer("query_powers", "uint8", rows=rows, note="the exponents of what a query's rows were multiplied with"),),
+    )
+
+
+@declares
+def in_ring(name, token_scales):
+    """The element of the product, of a ring, whose decoders make bfloat16 too slowly."""
+    return "bfloat16" if token_scales else "float16"
+
+
+@declares
 def multiplied(name, token_scales):
     """The element of the product that keys ("k") or values ("v") are part of."""
     return "bfloat16" if name == "k" or token_scales else "float16"
@@ -123,6 +145,7 @@ class Storage:
     """Blocks of [block_size, head_dim] in global memory, and their scales."""
 
     stored_element = cutlass.Float8E4M3FN
+    multiplied = staticmethod(multiplied)
 
     def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):
         self.name = name
@@ -131,7 +154,7 @@ class Storage:
         self.head_dim = head_dim
         self.blocks = Blocks(self.stored_element, head_dim, block_size, pages_per_block)
         self.token_scales = token_scales
-        self.element = ELEMENTS[multiplied(name, token_scales)]
+        self.element = ELEMENTS[self.multiplied(name, token_scales)]
 
     def arguments(self, kv_heads):
         """Values [total_k, kv_heads, head_dim], or [pages, kv_heads, page, head_dim]; scales [kv_heads], or of the
@@ -420,6 +443,11 @@ class InRing(Storage):
 
     LANDING = "raw_full"  # where the bytes of a stage are awaited first
     decoded = True
+    multiplied = staticmethod(in_ring)
+
+    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):
+        super().__init__(name, table, head_dim, block_size, pages_per_block, token_scales=token_scales)
+        self.Q_LANDING = "q_full" if token_scales else "q_raw_full"  # likewise of queries
 
     def raw_of(self, tile):
         """The bytes of a tile."""
@@ -463,6 +491,55 @@ class InRing(Storage):
         elif member == 0:
             self.decode_rows(self.raw_of(tile), tile, scales, lane, 0, 1)
         cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def decode_queries(
+        self, tile: cute.Pointer, powers, landed: cute.Pointer, phase: Int32, lane: Int32, member: Int32,
+        members: cutlass.Constexpr,
+    ):  # fmt: skip
+        """One of the `members` decoding warps: rows of bfloat16 -> float16 in their place, for float16 keys.
+
+        The largest of a row comes to lie between 2**14 and 2**15 by a power of two, whose exponent goes to `powers`:
+        what is 2**31 times smaller loses nothing. Rows whose largest is infinite or NaN keep that and nothing else.
+        """
+        if cutlass.const_expr(not self.token_scales):
+            cute.arch.mbarrier_wait(landed, phase)
+            words = self.head_dim // HALF_PANEL  # of a lane
+            unit, within = lane * words // (UNIT // 2), lane * words % (UNIT // 2)
+            for row in cutlass.range(member, ROWS, members, unroll=4):
+                place = tile + column_of(row, unit, self.head_dim) + 2 * within
+                packed = words_at(place, words)
+                largest = Int32(0)
+                for i in cutlass.range_constexpr(words):
+                    largest = cutlass.max(largest, cutlass.max(packed[i] & MAGNITUDE, (packed[i] >> 16) & MAGNITUDE))
+                exponent = Int32(cute.arch.warp_redux_sync(largest, "max")) >> 7
+                power = cutlass.min(2 * BIAS + 14 - exponent, MOST_POWER)
+                factor = (power << 23).bitcast(Float32)
+                scaled = cute.make_rmem_tensor(words, Int32)
+                for i in cutlass.range_constexpr(words):
+                    low, high = (packed[i] << 16).bitcast(Float32), (packed[i] & HIGH).bitcast(Float32)
+                    scaled[i] = round_pair(low * factor, high * factor, cutlass.Float16)
+                start = cute.make_ptr(Int32, place.toint(), place.memspace, assumed_align=4 * words)
+                cute.autovec_copy(scaled, cute.make_tensor(start, cute.make_layout(words)))
+                if lane == 0:
+                    powers[row] = cutlass.Uint8(power)
+            cute.arch.fence_view_async_shared()
+
+    def pass_queries_on(self, full):
+        """Queries are there as the products read them."""
+        if not self.token_scales:
+            arrive(full)
+
+    @cute.jit
+    def scale_rows(self, scales: cute.Tensor, powers, row: Int32):
+        """scales[half], of rows row + 8 half of the queries that are there, times what undoes their powers of two.
+
+        Not 0: LSE is divided by them. Where they would be as small, scores are small beside them as well.
+        """
+        if cutlass.const_expr(not self.token_scales):
+            for half in cutlass.range_constexpr(2):
+                inverse = ((2 * BIAS - Int32(powers[row + 8 * half])) << 23).bitcast(Float32)
+                scales[half] = cute.arch.fmax(scales[half] * inverse, LEAST_SCALE)
 
     def fold(self, value, stored, head):
         """Not 0, by which LSE would be divided: a number that makes all scores 0 as well."""

@@ -57,6 +57,18 @@ def ring_parts(stages, *, producer, decoder, readers):
 
 
 @declares
+def query_parts(rows, *, producer, decoder, readers):
+    """A tile of queries, which TMA fills."""
+    return Parts((Pipeline("q", 1, (lane(producer),), (warps(readers),)),), ())
+
+
+@declares
+def in_ring(name):
+    """The element of the product, of a ring."""
+    return multiplied(name)
+
+
+@declares
 def multiplied(name):
     """The element of the product that keys ("k") or values ("v") are part of."""
     return "bfloat16"
@@ -245,6 +257,7 @@ class InRing(Storage):
     """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands."""
 
     LANDING = "ring_full"  # where the bytes of a stage are awaited first
+    Q_LANDING = "q_full"  # likewise of queries
     decoded = False
 
     def boxes(self, tiles, stages):
@@ -255,6 +268,9 @@ class InRing(Storage):
         """Nothing."""
 
     def skip_scales(self, barrier):
+        """Nothing."""
+
+    def scale_rows(self, scales, powers, row):
         """Nothing."""
 
     def of_head(self, stored, head):

@@ -92,7 +92,8 @@ def shared_attention(
 def cta(head_dim, block_size, group, pages_per_block, **scales):
     """What a thread block is made of."""
     queries = TILE_ROWS // max(group, LEAST_ROWS)
-    element = key_value.multiplied("k", **scales)
+    element = key_value.in_ring("k", **scales)
+    arriving = key_value.query_parts(TILE_ROWS, producer="producer", decoder="decoder", readers="consumer", **scales)
     ring = key_value.ring_parts(STAGES, producer="producer", decoder="decoder", readers="consumer", **scales)
     return Table(
         roles=(
@@ -110,13 +111,13 @@ def cta(head_dim, block_size, group, pages_per_block, **scales):
         ),
         pipelines=(
             Pipeline("tile", TILES, (lane("producer"),)),
-            Pipeline("q", 1, (lane("producer"),), (warps("consumer"),)),
+            *arriving.pipelines,
             *ring.pipelines,
             Pipeline("done", 1, (warps("consumer"),)),
         ),
         buffers=(
             buffer(
-                "queries", element, align=1024, note="laid out as msa_tiles.dsl.cutedsl.gather says",
+                "queries", OUTPUT, align=1024, note="laid out as msa_tiles.dsl.cutedsl.gather says",
                 rows=TILE_ROWS, head_dim=head_dim,
             ),
             buffer(
@@ -130,6 +131,7 @@ def cta(head_dim, block_size, group, pages_per_block, **scales):
             buffer("tainted", "int32", head_dim=head_dim, note="the queries that see a value there that was taken out"),
             buffer("again", "int32", warps=WARPS, note="the first turn to be taken once more"),
             buffer("words", "int32", align=8, words=2, stages=STAGES, note="of the block whose K a stage holds"),
+            *arriving.buffers,
         ),
     )  # fmt: skip
 
@@ -145,7 +147,9 @@ class Shared(NamedTuple):
     words: Any
     tainted: Any
     again: Any
+    query_powers: Any  # None where queries are read as they come
     tile_full: Any
+    q_landing: Any  # where queries are awaited first
     q_full: Any
     q_free: Any
     landing: Any  # of the ring, where bytes are awaited
@@ -206,8 +210,10 @@ class SharedAttention:
 
     # % if "token_scales" in plan.variants
     K and V come as bytes to the second half of their stage, with scales of tokens to its first bytes, and the decoders
-    make 16 bits of them in place, times those scales: K bfloat16, V float16, or bfloat16 where tokens have scales. A
-    scale that a head shares is folded into the softmax's (keys) and multiplies O behind the last shared block (values).
+    make 16 bits of them in place, times those scales: bfloat16 where tokens have scales, else float16, which takes
+    fewer instructions. For float16 keys the decoders make float16 of Q in place, too, times a power of two for each
+    row, which the softmax undoes. A scale that a head shares is folded into the softmax's (keys) and multiplies O
+    behind the last shared block (values).
 
     # % endif
     The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
@@ -231,11 +237,11 @@ class SharedAttention:
         self.keys, self.values = (
             key_value.InRing(name, self.cta, head_dim, block_size, pages_per_block, **scales) for name in "kv"
         )
-        self.element = self.keys.element
+        self.element = self.keys.element  # of Q K^T
         self.head_dim = head_dim
         self.block_size = block_size
         self.group = group
-        self.rows = Rows(self.element, head_dim, group)
+        self.rows = Rows(ELEMENTS[OUTPUT], head_dim, group)
         self.blocks = Blocks(self.values.element, head_dim, block_size, pages_per_block)
         self.queries = self.rows.tokens
         self.parts = block_size // ROWS  # slots of partial results in a stage
@@ -246,7 +252,7 @@ class SharedAttention:
         tiles, window, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
         return (
-            stand_in(self.element, total_q, q_heads, self.head_dim, align=tma.BYTES),
+            stand_in(ELEMENTS[OUTPUT], total_q, q_heads, self.head_dim, align=tma.BYTES),
             *self.keys.arguments(kv_heads),
             *self.values.arguments(kv_heads),
             stand_in(Int32, cute.sym_int(), cute.sym_int()),
@@ -360,10 +366,13 @@ class SharedAttention:
         if thread < WARPS:
             found["again"][thread] = Int32(NO_TURN)
         barriers = make_barriers(self.cta, memory, atoms)
-        names = ("tile_full", "q_full", "q_free", self.keys.LANDING, "ring_full", "ring_free", "done_full")
+        names = (
+            "tile_full", self.keys.Q_LANDING, "q_full", "q_free",
+            self.keys.LANDING, "ring_full", "ring_free", "done_full",
+        )  # fmt: skip
         return Shared(
             found["queries"], keys, values, parts, found["tiles"], found["words"], found["tainted"], found["again"],
-            *(barriers + self.cta.place(name) for name in names),
+            found.get("query_powers"), *(barriers + self.cta.place(name) for name in names),
         )  # fmt: skip
 
     @cute.jit
@@ -484,10 +493,10 @@ class SharedAttention:
             if num > 0:
                 cute.arch.mbarrier_wait(shared.q_free, q_phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.queries * self.rows.token_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_landing, self.queries * self.rows.token_bytes)
                 for r in cutlass.range_constexpr(self.queries):
                     target = queries[None, None, None, None, None, r, 0]
-                    self.load_rows(q_atom, mQ, cutlass.min(token + r, last - 1), head, target, shared.q_full)
+                    self.load_rows(q_atom, mQ, cutlass.min(token + r, last - 1), head, target, shared.q_landing)
                 q_phase = q_phase ^ 1
             for u in cutlass.range(num, unroll=1):
                 row = work.shared[head, place, u, 0]
@@ -536,6 +545,7 @@ class SharedAttention:
         lane = cute.arch.lane_idx()
         stage = Int32(0)
         phase = Int32(0)
+        q_phase = Int32(0)
         turn = Int32(0)
         back = Int32(0)
         running = self.takes(work, turn)
@@ -544,6 +554,11 @@ class SharedAttention:
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
             num = shared.tiles[entry, 0]
             most = shared.tiles[entry, 1]
+            if num > 0:
+                landed, queries = shared.q_landing, shared.queries.iterator
+                self.keys.decode_queries(queries, shared.query_powers, landed, q_phase, lane, member, DECODERS)
+                self.keys.pass_queries_on(shared.q_full)
+                q_phase = q_phase ^ 1
             for _ in cutlass.range(num, unroll=1):
                 for operand in (self.keys, self.values):
                     cute.arch.mbarrier_wait(shared.landing + stage, phase)
@@ -596,9 +611,12 @@ class SharedAttention:
             out_scale = self.values.of_head(v, head)
             logs = self.logs_from(tile, own, slots, Int32(0))
             used = stage
+            scales = cute.make_rmem_tensor(2, Float32)
+            scales.fill(scale)
             if num > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 q_phase = q_phase ^ 1
+                self.keys.scale_rows(scales, shared.query_powers, member * WARP_ROWS + lane // 4)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
                 wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
                 stage, phase = following(stage, phase, STAGES)
@@ -606,11 +624,11 @@ class SharedAttention:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             if staged >= 0:
                 arrive(shared.free + staged)
-            self.start(tile, scale, logs, own, slots, most)
+            self.start(tile, scale, scales, logs, own, slots, most)
             for _ in cutlass.range(num - 1, unroll=1):
-                stage, phase, used = self.step(False, shared, tile, scale, entry, stage, phase, used)
+                stage, phase, used = self.step(False, shared, tile, scales, entry, stage, phase, used)
             if num > 0:
-                stage, phase, used = self.step(True, shared, tile, scale, entry, stage, phase, used)
+                stage, phase, used = self.step(True, shared, tile, scales, entry, stage, phase, used)
             if cutlass.const_expr(out_scale is not None):
                 for i in cutlass.range_constexpr(cute.size(tile.O)):
                     tile.O[i] = tile.O[i] * out_scale
@@ -618,8 +636,8 @@ class SharedAttention:
                 tile.row_sum[half] = softmax.quad_sum(tile.row_sum[half])
             # Read again, for the sake of registers.
             most = shared.tiles[entry, 1]
-            stage, phase, staged = self.merge(shared, tile, scale, own, slots, most, stage, phase)
-            self.emit(shared, tile, scale, head, token, last, numbers, heads, staged, turn, back)
+            stage, phase, staged = self.merge(shared, tile, scales, own, slots, most, stage, phase)
+            self.emit(shared, tile, scales, head, token, last, numbers, heads, staged, turn, back)
             turn = turn + 1
             running = self.takes(work, turn - back)
             if (not running) & (back == 0):
@@ -640,13 +658,15 @@ class SharedAttention:
         weigh = wgmma.product(self.values.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
+        q_layout = self.rows.tiles_layout(1)
+        queries = cute.recast_ptr(shared.queries.iterator, q_layout.inner, dtype=self.element)
         thread = member * WARP + lane
         staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
         reading = cute.make_tiled_copy_C(ldmatrix, weigh[0]).get_slice(thread)
         return Tile(
             score,
             (weigh[1], weigh[1]),
-            wgmma.operand_a(score, shared.queries)[None, None, None, 0],
+            wgmma.operand_a(score, cute.make_tensor(queries, q_layout.outer))[None, None, None, 0],
             wgmma.operand_b(score, shared.keys),
             wgmma.operand_b(weigh, shared.values),
             wgmma.accumulator(score, self.block_size),
@@ -681,7 +701,7 @@ class SharedAttention:
         return logs
 
     @cute.jit
-    def start(self, tile: Tile, scale_log2: Float32, logs: cute.Tensor, own, slots, most: Int32):
+    def start(self, tile: Tile, scale_log2: Float32, scales: cute.Tensor, logs: cute.Tensor, own, slots, most: Int32):
         """Row maxima of the slots' LSE, in units of scores, `logs` being those of the first ones; no sum yet, O = 0."""
         tile.row_max.fill(-Float32.inf)
         self.fold_logs(tile, logs)
@@ -689,7 +709,7 @@ class SharedAttention:
             self.fold_logs(tile, self.logs_from(tile, own, slots, first))
         for half in cutlass.range_constexpr(2):
             largest = softmax.quad_max(tile.row_max[half])
-            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E / scale_log2, softmax.LOWEST)
+            tile.row_max[half] = cute.arch.fmax(largest * LOG2_E, softmax.LOWEST * scale_log2) / scales[half]
             tile.row_sum[half] = Float32(0.0)
         tile.O.fill(0.0)
 
@@ -710,7 +730,7 @@ class SharedAttention:
 
     @cute.jit
     def step(
-        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, scale_log2: Float32, entry: Int32, stage: Int32,
+        self, last: cutlass.Constexpr, shared: Shared, tile: Tile, scales: cute.Tensor, entry: Int32, stage: Int32,
         phase: Int32, used: Int32,
     ):  # fmt: skip
         """One block, its S under way from stage `used`, and the start of the next one's unless it is the last."""
@@ -733,10 +753,10 @@ class SharedAttention:
             weights.fill(0)
             rescale.fill(1.0)
         elif ballot(cutlass.min(rooms[0], rooms[1]) < self.block_size - 1) == 0:
-            running_softmax(tile.S, weights, *state, scale_log2, None, self.values.element)
+            running_softmax(tile.S, weights, *state, scales, None, self.values.element)
         else:
             rooms = [room - tile.lane % 4 * 2 for room in rooms]
-            running_softmax(tile.S, weights, *state, scale_log2, rooms, self.values.element)
+            running_softmax(tile.S, weights, *state, scales, rooms, self.values.element)
         for i in cutlass.range_constexpr(cute.size(tile.O)):
             tile.O[i] = tile.O[i] * rescale[i // 2 % 2]
         cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -777,7 +797,7 @@ class SharedAttention:
 
     @cute.jit
     def merge(
-        self, shared: Shared, tile: Tile, scale_log2: Float32, own, slots, most: Int32, stage: Int32, phase: Int32
+        self, shared: Shared, tile: Tile, scales: cute.Tensor, own, slots, most: Int32, stage: Int32, phase: Int32
     ):
         """O += weight * partial of every slot, and the sum likewise. Returns the stage of the last ones too."""
         staged = stage
@@ -791,7 +811,7 @@ class SharedAttention:
                 arrive(shared.free + staged)
             for part in cutlass.range_constexpr(self.parts):
                 for half in cutlass.range_constexpr(2):
-                    shifted = logs[part, half] * LOG2_E - tile.row_max[half] * scale_log2
+                    shifted = logs[part, half] * LOG2_E - tile.row_max[half] * scales[half]
                     weights[part, half] = cute.math.exp2(shifted, fastmath=True)
             self.read_logs(logs, own, slots, m + 1)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -834,7 +854,7 @@ class SharedAttention:
 
     @cute.jit
     def emit(
-        self, shared: Shared, tile: Tile, scale_log2: Float32, head: Int32, token: Int32, last: Int32, numbers, heads,
+        self, shared: Shared, tile: Tile, scales: cute.Tensor, head: Int32, token: Int32, last: Int32, numbers, heads,
         staged: Int32, turn: Int32, back: Int32,
     ):  # fmt: skip
         """Normalise the rows, stage them in the stage of the last partial results, and send them on their way."""
@@ -845,7 +865,7 @@ class SharedAttention:
             total = -Float32.inf
             if tile.row_sum[half] != 0.0:
                 scale = 1.0 / tile.row_sum[half]
-                total = softmax.log_sum(tile.row_max[half], tile.row_sum[half], scale_log2)
+                total = softmax.log_sum(tile.row_max[half], tile.row_sum[half], scales[half])
             inverse.append(scale)
             sums.append(total)
         scaled = cute.make_rmem_tensor(tile.O.layout, Float32)
