@@ -49,6 +49,8 @@ def word(values: Tensor) -> Int32:
 
 
 def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
+    if "cvt.rn.f16x2.f32" in text:
+        return word(torch.tensor(read_only_args[::-1]).to(torch.float16))
     [given] = read_only_args
     if "cvt.rn.f16x2.e4m3x2" in text:
         decoded = halves(given, torch.uint8).view(FP8).to(torch.float16)
@@ -94,6 +96,7 @@ def e4m3(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         monkeypatch.setattr(lanes.ARCH, name, value, raising=False)
     for name in ("Float16", "BFloat16"):
         monkeypatch.setattr(lanes._CUTLASS, name, name, raising=False)
+    monkeypatch.setattr(lanes._CUTLASS, "Uint8", Int32, raising=False)
     monkeypatch.setattr(cute, "make_ptr", make_ptr)
     monkeypatch.setattr(cute, "copy", copy)
     monkeypatch.setattr(cute, "recast_tensor", lambda tensor, _element: tensor, raising=False)
@@ -192,15 +195,19 @@ def test_a_block(e4m3: types.ModuleType, transposed: bool, rows: int, head_dim: 
     assert torch.equal(found.nan_to_num(999), wanted.nan_to_num(999))
 
 
+def places(rows: int, head_dim: int) -> Tensor:
+    """Where queries lie: panels of 64 columns beside each other, of 8 rows each, swizzled by 128 bytes."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(head_dim), indexing="ij")
+    place = (row // 8 * (head_dim // 64) + column // 64) * 512 + row % 8 * 64 + column % 64
+    return place ^ (place >> 6 & 7) << 3
+
+
 def prepared(e4m3: types.ModuleType, side: Any, keys: Tensor) -> Tensor:
     """The keys with their columns in the order that `prepare` gives to those of queries."""
     for count in (8, 16):
         queries = torch.arange(count * side.head_dim, dtype=torch.int32).view(count, side.head_dim)
         laid = torch.empty(count * side.head_dim, dtype=torch.int32)
-        # Panels of 64 columns beside each other, of 8 rows each, swizzled by 128 bytes.
-        row, column = torch.meshgrid(torch.arange(count), torch.arange(side.head_dim), indexing="ij")
-        place = (row // 8 * (side.head_dim // 64) + column // 64) * 512 + row % 8 * 64 + column % 64
-        place = place ^ (place >> 6 & 7) << 3
+        place = places(count, side.head_dim)
         laid[place] = queries
         shared = memory(laid, 16)
         right = lanes.Tensor(shared, 0, (count, side.head_dim), (side.head_dim, 1))
@@ -216,3 +223,53 @@ def test_values_need_no_preparation(e4m3: types.ModuleType) -> None:
     side = object.__new__(e4m3.Left)
     side.transposed = True
     side.prepare(None, Int32(0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_become_float16(e4m3: types.ModuleType, head_dim: int) -> None:
+    """Nothing is lost of what is less than 2**31 times smaller than a row's largest, however large that is."""
+    generator = torch.Generator().manual_seed(head_dim)
+    size = torch.randint(-118, 119, (64, 1), generator=generator) - torch.randint(
+        0, 29, (64, head_dim), generator=generator
+    )
+    queries = (torch.randn(64, head_dim, generator=generator) * 2.0**size).to(torch.bfloat16)
+    queries[7] = 0
+    queries[11, 3], queries[12, 5] = torch.inf, torch.nan
+    queries[13] = torch.finfo(torch.bfloat16).max
+    queries[14] = 2.0**-133
+    place = places(64, head_dim)
+    laid = torch.empty(64 * head_dim, dtype=torch.int32)
+    laid[place] = queries.view(torch.int16).int() & 0xFFFF
+    shared, powers = memory(laid, 16), memory(torch.full((64,), 99), 8)
+    side = object.__new__(e4m3.InRing)
+    side.head_dim, side.token_scales = head_dim, False
+    factors: dict[int, list[float]] = {}
+
+    def run() -> None:
+        thread, held = lanes.thread(), lanes.Tensor(powers, 0, (64,), (1,))
+        warp, lane = Int32(thread // 32), Int32(thread % 32)
+        side.decode_queries(Pointer(shared, 0), held, None, Int32(0), lane, warp, 3)
+
+    def scale() -> None:
+        scales = lanes.empty((2,))
+        scales.fill(lanes.Float32(3.0))
+        row = lanes.thread() // 8 * 16 + lanes.thread() % 8
+        side.scale_rows(scales, lanes.Tensor(kept, 0, (64,), (1,)), Int32(row))
+        factors.update({row + 8 * half: float(scales[half]) / 3 for half in range(2)})
+
+    lanes.launch(run, (), (1,), 96)
+    kept = memory(torch.tensor([int(x) for x in powers]), 8)
+    lanes.launch(scale, (), (1,), 32)
+    found = (
+        torch.tensor([int(x) for x in shared], dtype=torch.int32).to(torch.int16).view(torch.float16)[place].double()
+    )
+    whole = queries.isfinite().all(-1)
+    assert sorted(torch.nonzero(~whole).flatten().tolist()) == [11, 12]
+    assert found[11, 3] == torch.inf and found[12, 5].isnan()
+    largest = found.abs().amax(-1)
+    assert (largest[whole] < 2**15).all() and ((largest >= 2**14) | (queries.abs().amax(-1) < 2.0**-112))[whole].all()
+    undone = torch.tensor([factors[row] for row in range(64)], dtype=torch.float64)[:, None]
+    # Scales are no smaller than what LSE may be divided by.
+    usual = whole & (undone[:, 0] > 1e-29)
+    assert usual.sum() > 40
+    assert torch.equal((found * undone)[usual], queries.double()[usual])

@@ -355,7 +355,8 @@ def device_code(chip: Cta, source: str | None, kernel: Path) -> dict[str, Any]:
         copy=copy,
     )
     names = {
-        "cutlass": cutlass, "cute": cute, "Boolean": bool, "Float32": float32, "Int32": int, "Int64": float, "Any": Any,
+        "cutlass": cutlass, "cute": cute, "Boolean": bool, "Float32": float32, "Int32": int, "Int64": float,
+        "Uint8": int, "Any": Any,
     }  # fmt: skip
     scores = load(HELPERS / "scores.py", **names)
     folding = {name: scores[name] for name in ("pick_float", "fold")}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from msa_tiles import paths
 from msa_tiles.runtime.registry import Cell, default_registry
-from msa_tiles.tables import Table, TableError, table_of
+from msa_tiles.spec import load
+from msa_tiles.tables import Table, TableError, constants_of, table_of
 
 CELLS = {cell.id: cell for cell in default_registry().cells if cell.dsl == "cutedsl"}
 
 
+def text_of(cell: Cell) -> str:
+    return cell.file.read_text(encoding="utf-8")
+
+
 def table(cell: Cell) -> Table:
-    table_of_variant = table_of(cell.file.read_text(encoding="utf-8"))
+    table_of_variant = table_of(text_of(cell))
     assert table_of_variant is not None, f"{cell.id} does not say what its thread block is made of"
     return table_of_variant(**cell.ci[0])
 
@@ -48,3 +56,20 @@ def test_a_role_left_out(name: str) -> None:
 def test_rows_say_nothing_of_it() -> None:
     said = ("threads", "shared_memory", "registers", "tensor_memory")
     assert [name for name, cell in CELLS.items() if any(cell.entry[key] is not None for key in said)] == []
+
+
+RESERVED = 1024  # bytes that the system takes of a multiprocessor's shared memory for each thread block
+RESIDENT = re.compile(r"min_blocks_per_mp=(\w+),|annotate_min_blocks_per_sm\((\w+)\)")
+
+
+@pytest.mark.parametrize("name", [cell.id for cell in default_registry().cells if RESIDENT.search(text_of(cell))])
+def test_as_many_thread_blocks_fit_as_the_kernel_counts_on(name: str) -> None:
+    """Nothing else would say that only one fits: the kernel runs, at half its speed."""
+    [cell] = [cell for cell in default_registry().cells if cell.id == name]
+    text = text_of(cell)
+    [found] = {a or b for a, b in RESIDENT.findall(text)}
+    blocks = int(found) if found.isdigit() else constants_of(cell.file)[found]
+    whole, per_sm = table_of(text), load(paths.specs_dir()).targets[cell.target].shared_memory_per_sm
+    assert whole is not None
+    for variant in cell.ci:
+        assert blocks * (whole(**variant).shared_memory + RESERVED) <= per_sm, variant

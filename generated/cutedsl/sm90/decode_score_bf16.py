@@ -151,7 +151,7 @@ class DecodeScore:
       k_tiles [stages, block_size, head_dim] bfloat16, swizzled, in panels of 128 bytes
       barriers
 
-    Two CTAs share a multiprocessor. With more stages in flight than two each, DRAM delivers less. Each warp that is not
+    Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
     """
 

@@ -506,14 +506,14 @@ class InRing(Storage):
             cute.arch.mbarrier_wait(landed, phase)
             words = self.head_dim // HALF_PANEL  # of a lane
             unit, within = lane * words // (UNIT // 2), lane * words % (UNIT // 2)
-            for row in cutlass.range(member, ROWS, members, unroll=4):
+            for row in cutlass.range(member, ROWS, members, unroll=2):
                 place = tile + column_of(row, unit, self.head_dim) + 2 * within
                 packed = words_at(place, words)
                 largest = Int32(0)
                 for i in cutlass.range_constexpr(words):
                     largest = cutlass.max(largest, cutlass.max(packed[i] & MAGNITUDE, (packed[i] >> 16) & MAGNITUDE))
                 exponent = Int32(cute.arch.warp_redux_sync(largest, "max")) >> 7
-                power = cutlass.min(2 * BIAS + 14 - exponent, MOST_POWER)
+                power = Int32(cutlass.min(2 * BIAS + 14 - exponent, MOST_POWER))
                 factor = (power << 23).bitcast(Float32)
                 scaled = cute.make_rmem_tensor(words, Int32)
                 for i in cutlass.range_constexpr(words):

@@ -106,7 +106,7 @@ class DecodeScore:
     """
     # <- cta
 
-    Two CTAs share a multiprocessor. With more stages in flight than two each, DRAM delivers less. Each warp that is not
+    Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
     """
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -128,7 +128,7 @@ def cta(head_dim, block_size, group, pages_per_block, **scales):
                 "tiles", "int32", facts=2 + 2 * queries, tiles=TILES,
                 note="shared blocks, most slots of a query, slots of each query, last row of each query",
             ),
-            buffer("tainted", "int32", head_dim=head_dim, note="the queries that see a value there that was taken out"),
+            buffer("tainted", "uint8", head_dim=head_dim, note="the queries that see a value there that was taken out"),
             buffer("again", "int32", warps=WARPS, note="the first turn to be taken once more"),
             buffer("words", "int32", align=8, words=2, stages=STAGES, note="of the block whose K a stage holds"),
             *arriving.buffers,
@@ -362,7 +362,7 @@ class SharedAttention:
         )
         thread, _, _ = cute.arch.thread_idx()
         if thread < self.head_dim:
-            found["tainted"][thread] = Int32(0)
+            found["tainted"][thread] = Uint8(0)
         if thread < WARPS:
             found["again"][thread] = Int32(NO_TURN)
         barriers = make_barriers(self.cta, memory, atoms)
@@ -788,12 +788,12 @@ class SharedAttention:
         """Zero a block's infinite and NaN values, and note the queries that see one in the thread's column."""
         if thread < self.head_dim:
             first = clean_column(values, thread, (word >> VALID_SHIFT) & VALID_MASK, self.block_size)
-            seeing = shared.tainted[thread]
+            seeing = Int32(shared.tainted[thread])
             for number in cutlass.range_constexpr(self.queries):
                 end = shared.tiles[entry, 2 + self.queries + number]
                 if (first < self.block_size) & ((word >> number) & 1 != 0) & (row + first <= end):
                     seeing = seeing | (1 << number)
-            shared.tainted[thread] = seeing
+            shared.tainted[thread] = Uint8(seeing)
 
     @cute.jit
     def merge(
@@ -914,9 +914,9 @@ class SharedAttention:
             place = i * WARP + tile.lane
             row = tile.member * WARP_ROWS + place // self.head_dim
             column = place % self.head_dim
-            if (shared.tainted[column] >> (row // self.rows.rows_per_token)) & 1 != 0:
+            if (Int32(shared.tainted[column]) >> (row // self.rows.rows_per_token)) & 1 != 0:
                 shared.parts[row, column, staged * self.parts] = ELEMENTS[OUTPUT](Float32.nan)
         cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)
         thread = tile.member * WARP + tile.lane
         if thread < self.head_dim:
-            shared.tainted[thread] = Int32(0)
+            shared.tainted[thread] = Uint8(0)
