@@ -653,7 +653,10 @@ SCORED = """        warpgroup.wait_group(0)
 """
 WEIGHED = "            warpgroup.wait_group(1)\n        arrive(shared.free + held)\n"
 WAIT = "cute.arch.mbarrier_wait(shared."
-CONSUMED = "\n            num = shared.tiles[entry, 0]\n            most = shared.tiles[entry, 1]\n            numbers"
+CONSUMED = (
+    "\n            num, q_phase = self.shared_blocks(shared, entry)\n"
+    "            most = shared.tiles[entry, 1]\n            numbers"
+)
 ANNOUNCED = "            arrive(shared.tile_full + entry)\n"
 ALONE = "            if lane == 0:\n                cute.arch.mbarrier_arrive(shared.tile_full + entry)\n"
 MEETING = "cute.arch.barrier(barrier_id=MEETING, number_of_threads=WARPS * WARP)\n"

@@ -54,6 +54,7 @@ TILE_ROWS = 64
 LEAST_ROWS = 8  # of a query in a tile
 MEETING, DECODERS_MEETING = 1, 2  # named barriers
 VALID_MASK = 255
+PARITY_SHIFT = 16  # of a tile's first fact
 SUSPECT = -(1 << 31)  # in a word: look for what a query may not see
 NO_TURN = 1 << 30
 LOG2_E = 1.4426950408889634
@@ -126,7 +127,7 @@ def cta(head_dim, block_size, group, pages_per_block, **scales):
             ),
             buffer(
                 "tiles", "int32", facts=2 + 2 * queries, tiles=TILES,
-                note="shared blocks, most slots of a query, slots of each query, last row of each query",
+                note="shared blocks and parity of Q, most slots, slots of each query, last row of each query",
             ),
             buffer("tainted", "uint8", head_dim=head_dim, note="the queries that see a value there that was taken out"),
             buffer("again", "int32", warps=WARPS, note="the first turn to be taken once more"),
@@ -484,7 +485,7 @@ class SharedAttention:
             most = cutlass.max(Int32(cute.arch.warp_redux_sync(slots, "max")), 1)
             entry = turn % TILES
             if lane == 0:
-                shared.tiles[entry, 0] = num
+                shared.tiles[entry, 0] = num | (q_phase ^ 1) << PARITY_SHIFT
                 shared.tiles[entry, 1] = most
             if lane < self.queries:
                 shared.tiles[entry, 2 + lane] = slots
@@ -545,20 +546,18 @@ class SharedAttention:
         lane = cute.arch.lane_idx()
         stage = Int32(0)
         phase = Int32(0)
-        q_phase = Int32(0)
         turn = Int32(0)
         back = Int32(0)
         running = self.takes(work, turn)
         while running:
             entry = turn % TILES
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
-            num = shared.tiles[entry, 0]
+            num, q_phase = self.shared_blocks(shared, entry)
             most = shared.tiles[entry, 1]
             if num > 0:
                 landed, queries = shared.q_landing, shared.queries.iterator
                 self.keys.decode_queries(queries, shared.query_powers, landed, q_phase, lane, member, DECODERS)
                 self.keys.pass_queries_on(shared.q_full)
-                q_phase = q_phase ^ 1
             for _ in cutlass.range(num, unroll=1):
                 for operand in (self.keys, self.values):
                     cute.arch.mbarrier_wait(shared.landing + stage, phase)
@@ -586,7 +585,6 @@ class SharedAttention:
         # The stage of the ring that comes next and its phase; the one in which the last tile's rows are staged.
         stage = Int32(0)
         phase = Int32(0)
-        q_phase = Int32(0)
         staged = Int32(-1)
         turn = Int32(0)
         back = Int32(0)
@@ -595,7 +593,7 @@ class SharedAttention:
             head, token, _, first, last = self.find(work, turn - back)
             entry = turn % TILES
             cute.arch.mbarrier_wait(shared.tile_full + entry, (turn // TILES) & 1)
-            num = shared.tiles[entry, 0]
+            num, q_phase = self.shared_blocks(shared, entry)
             most = shared.tiles[entry, 1]
             numbers = self.tokens_of(member)
             slots = [shared.tiles[entry, 2 + number] for number in numbers]
@@ -615,7 +613,6 @@ class SharedAttention:
             scales.fill(scale)
             if num > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
-                q_phase = q_phase ^ 1
                 self.keys.scale_rows(scales, shared.query_powers, member * WARP_ROWS + lane // 4)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
                 wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
@@ -685,6 +682,11 @@ class SharedAttention:
             member,
             lane,
         )
+
+    def shared_blocks(self, shared, entry):
+        """How many a tile has, and the parity of its Q, which only tiles with shared blocks have."""
+        fact = shared.tiles[entry, 0]
+        return fact & (1 << PARITY_SHIFT) - 1, fact >> PARITY_SHIFT
 
     def tokens_of(self, member):
         """Which queries of the tile the two rows of a lane belong to: the same one with a group of 16."""
