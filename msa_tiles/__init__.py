@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.packs import Pack
+    from msa_tiles.trees import Use
 
 __version__ = "0.1.0"
 
@@ -24,3 +25,16 @@ def use_pack(path: str | os.PathLike[str]) -> Pack:
     pack = runtime.use_pack(path)
     remember.forget_all()
     return pack
+
+
+def use_tree(path: str | os.PathLike[str]) -> Use:
+    """Use a tree of one's own, a directory whose specs, skeletons, operands and kernels go before the shipped ones.
+
+    It holds for the whole process, from now on, or until the end of a block: `with msa_tiles.use_tree(path): …`. Behind
+    it everything is as before. CUDA graphs keep the kernels that they were captured with.
+
+    Raises `msa_tiles.trees.TreeError`, a RuntimeError, where the directory is no tree or others may write to it.
+    """
+    from msa_tiles import trees
+
+    return trees.use(path)

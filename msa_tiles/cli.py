@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 
-from msa_tiles import __version__, console
+from msa_tiles import __version__, console, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, pack, support, tune, verify
+from msa_tiles.commands._options import add_tree
 from msa_tiles.errors import ToolError
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
@@ -23,9 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add(subparsers)
+    for each in subparsers.choices.values():
+        add_tree(each)
     args = parser.parse_args(argv)
     try:
-        return args.func(args)
+        with contextlib.ExitStack() as used:
+            for tree in args.tree:
+                used.enter_context(trees.use(tree))
+            return args.func(args)
     except KeyboardInterrupt:
         console.complain("msa-tiles: interrupted")
         return INTERRUPTED

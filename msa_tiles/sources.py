@@ -7,6 +7,8 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -136,13 +138,29 @@ def operands_of(tree: Path, dsl: str) -> Path:
     return tree / OPERANDS[1:] / dsl
 
 
-def search_operands(tree: Path, dsl: str) -> None:
+def search_operands(tree: Path) -> None:
     """Let operands be found in a tree too, behind those that are found already."""
-    folder = operands_of(tree, dsl)
-    if folder.is_dir():
-        path = importlib.import_module(f"{_HELPERS}.{dsl}{OPERANDS}").__path__
-        if str(folder) not in path:
-            path.append(str(folder))
+    for folder in sorted((tree / OPERANDS[1:]).glob("*")):
+        if (PACKAGE / "dsl" / folder.name / OPERANDS[1:]).is_dir() and folder.is_dir():
+            package = importlib.import_module(f"{_HELPERS}.{folder.name}{OPERANDS}")
+            if str(folder) not in package.__path__:
+                package.__path__ = [*package.__path__, str(folder)]
+                importlib.invalidate_caches()
+
+
+def forget_operands(tree: Path | None = None) -> None:
+    """Find operands no more in a tree, or in any. What was imported from there is imported anew when it is needed."""
+    for name, package in list(sys.modules.items()):
+        if not re.fullmatch(rf"{_HELPERS}\.\w+{re.escape(OPERANDS)}", name):
+            continue
+        own = str(Path(str(package.__file__)).parent)
+        left = [each for each in package.__path__ if each == own or (tree and not Path(each).is_relative_to(tree))]
+        gone = set(package.__path__) - set(left)
+        package.__path__ = left
+        for other, module in list(sys.modules.items()):
+            if other.startswith(f"{name}.") and str(Path(str(module.__file__)).parent) in gone:
+                del sys.modules[other]
+                package.__dict__.pop(other.rpartition(".")[2], None)
 
 
 def operand_file(name: str, module: str, package: Path = PACKAGE) -> Path | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msa_tiles import trees
 from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
 from msa_tiles.sources import OPERANDS, PACKAGE, module_file
@@ -23,7 +24,7 @@ NAME = "cta"  # of the function that makes the table
 MARK = "declares"
 
 
-@functools.lru_cache(maxsize=64)
+@trees.cached(maxsize=64)
 def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
     """The function of a kernel's text that makes its table of the compile-time dims; None where it has none.
 

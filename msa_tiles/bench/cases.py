@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from msa_tiles import paths
+from msa_tiles import trees
 from msa_tiles.spec import load
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
 from msa_tiles.spec.work import Work, dims_of, work_of
@@ -47,9 +46,9 @@ class Case:
         return self.num_k - self.num_q
 
 
-@functools.lru_cache(maxsize=1)
+@trees.cached(maxsize=1)
 def specs() -> Specs:
-    return load(paths.specs_dir())
+    return load(*trees.specs_dirs())
 
 
 def labels(op: str) -> list[str]:
@@ -57,7 +56,7 @@ def labels(op: str) -> list[str]:
     return list(_workloads(op))
 
 
-@functools.lru_cache(maxsize=32)
+@trees.cached(maxsize=32)
 def _workloads(op: str) -> Mapping[str, Workload]:
     """The workload of each case."""
     named = {_case_of(op, workload): workload for workload in specs().operators[op].bench}

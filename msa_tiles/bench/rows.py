@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msa_tiles import paths
+from msa_tiles import paths, trees
 
 Row = Mapping[str, Any]
 Key = tuple[str, str, str, str]
@@ -54,9 +54,11 @@ def latest(rows: Iterable[Row]) -> dict[Key, Row]:
 
 
 def digests() -> frozenset[str]:
-    """The digests of the kernels as they are now, from `generated/index.json`."""
-    index = json.loads((paths.generated_dir() / "index.json").read_text(encoding="utf-8"))
-    return frozenset(cell["digest"] for cell in index["cells"])
+    """The digests of the kernels as they are now, those of the trees in use included."""
+    folders = [paths.generated_dir(), *(tree.generated for tree in trees.stack())]
+    files = [file for folder in folders if (file := folder / "index.json").is_file()]
+    indices = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return frozenset(cell["digest"] for index in indices for cell in index["cells"])
 
 
 def is_stale(row: Row, current: frozenset[str]) -> bool:

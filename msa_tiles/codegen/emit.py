@@ -19,7 +19,7 @@ import ast
 import functools
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,17 @@ def render(
     operator: Operator,
     target: Target,
     precision: Precision,
-    skeletons: Path = SKELETONS,
+    skeletons: Sequence[Path] = (SKELETONS,),
     package: Path = PACKAGE,
 ) -> str:
-    """The kernel's source, without a header. Raises SpecError at the skeleton's or the row's line."""
-    path = skeletons / plan.skeleton
-    if not path.is_file():
-        raise SpecError(plan.where, f"{plan.cell} has no skeleton at {shown(path)}")
+    """The kernel's source, without a header, from the first directory of skeletons that has one for it.
+
+    Raises SpecError at the skeleton's or the row's line.
+    """
+    path = next((path for folder in skeletons if (path := folder / plan.skeleton).is_file()), None)
+    if path is None:
+        places = " or ".join(shown(folder / plan.skeleton) for folder in skeletons)
+        raise SpecError(plan.where, f"{plan.cell} has no skeleton at {places}")
     file = shown(path)
     tile = _Tile(plan)
     scope = {

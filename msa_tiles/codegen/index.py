@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.plan import KernelPlan
 from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
+INDEX = "index.json"
 FORMAT = 2
+_NAMED = ("targets", "formats", "precisions")
 _WIDTH = 240  # a workload fits
 
 
@@ -25,6 +28,43 @@ def index(
         "precisions": {name: _precision(precision) for name, precision in specs.precisions.items()},
         "cells": [_cell(plan, specs.operators[plan.op], digests[plan.cell], paths[plan.cell]) for plan in plans],
     }
+
+
+def is_known(plan: KernelPlan, operator: Operator, digest: str, known: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the entries that are known have this very cell, in whatever file."""
+    entry = known.get(plan.cell)
+    return entry is not None and _as_read(_cell(plan, operator, digest, entry["file"])) == entry
+
+
+def added(made: Mapping[str, Any], beneath: Mapping[str, Any]) -> dict[str, Any]:
+    """An index without the targets, formats and precisions that are the same in what lies beneath."""
+    parts = {part: _as_read(made[part]).items() for part in _NAMED}
+    return {**made, **{p: {n: e for n, e in parts[p] if beneath[p].get(n) != e} for p in _NAMED}}
+
+
+def joined(directories: Iterable[Path]) -> dict[str, Any]:
+    """The indices of several directories as one; what a later one has goes before the same of an earlier one.
+
+    Raises ValueError for one that is missing or malformed.
+    """
+    found: dict[str, Any] = {part: {} for part in _NAMED}
+    cells: dict[str, Any] = {}
+    for file in (directory / INDEX for directory in directories):
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            for part in _NAMED:
+                found[part] |= document[part]
+            cells |= {cell["id"]: cell for cell in document["cells"]}
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror}); run `msa-tiles generate` for it") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no index of kernels; run `msa-tiles generate` for it") from error
+    return {**found, "cells": list(cells.values())}
+
+
+def _as_read(value: Any) -> Any:
+    """A value as it is once it was written and read again."""
+    return json.loads(json.dumps(value))
 
 
 def _precision(precision: Precision) -> dict[str, Any]:

@@ -25,6 +25,10 @@ from msa_tiles.tables import Table, TableError
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
+class IllegalError(SpecError):
+    """The target of a row cannot run a variant that the row declares."""
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """What one cell's kernel is: sizes, roles, how it multiplies and copies, and what its machine code must show."""
@@ -50,6 +54,7 @@ class KernelPlan:
     ci: tuple[Point, ...]
     features: tuple[str, ...]
     where: Location = field(compare=False)
+    derived: bool = field(default=False, compare=False)  # whether the row names no such target
     table: Callable[..., Table] | None = field(
         default=None, compare=False
     )  # of a variant, where the kernel declares it
@@ -152,6 +157,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         ci=variants.ci_points(row.ci),
         features=row.features,
         where=row.where,
+        derived=row.derived,
     )
     if row.threads is not None:
         _check(plan, target)
@@ -179,7 +185,7 @@ def _check(plan: KernelPlan, target: Target) -> None:
         except (ExpressionError, TableError) as error:
             raise SpecError(plan.where, f"{plan.cell}: {error}") from error
         if refusal:
-            raise SpecError(plan.where, f"{plan.cell}: {refusal}")
+            raise IllegalError(plan.where, f"{plan.cell}: {refusal}")
 
 
 @dataclass(frozen=True)
@@ -202,13 +208,24 @@ class Selection:
         return all(not names or part in names for part, names in zip(parts, wanted, strict=False))
 
 
-def plans(specs: Specs) -> list[KernelPlan]:
-    """The plan of every cell, ordered by operator, DSL, target, precision and algorithm."""
-    found = [
-        plan_row(row, operator, specs.targets[row.target], specs.precisions[row.precision])
-        for operator in specs.operators.values()
-        for row in operator.kernels
-    ]
+def plans(specs: Specs, requested: Collection[str] = (), unfit: dict[str, str] | None = None) -> list[KernelPlan]:
+    """The plan of every cell, ordered by operator, DSL, target, precision and algorithm.
+
+    Those of targets that are generated on request are left out where the target is not `requested`. So are cells whose
+    target no row names and that it cannot run; `unfit` hears why, by cell.
+    """
+    found = []
+    for operator in specs.operators.values():
+        for row in operator.kernels:
+            target = specs.targets[row.target]
+            if target.on_request and target.name not in requested:
+                continue
+            try:
+                found.append(plan_row(row, operator, target, specs.precisions[row.precision]))
+            except IllegalError as error:
+                if not row.derived or unfit is None:
+                    raise
+                unfit[f"{operator.name}.{row.cell}"] = error.sentence
     return sorted(found, key=lambda plan: (plan.op, DSLS.index(plan.dsl), plan.target, plan.precision, plan.algorithm))
 
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.contract import MADE_BY, contract_of, header
 from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
-from msa_tiles.codegen.index import dumps, index
-from msa_tiles.codegen.plan import KernelPlan, Selection, completed, plans
+from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
+from msa_tiles.codegen.plan import IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
-from msa_tiles.files import UNFINISHED, write_atomically
-from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, operands_of, search_operands, without_header
+from msa_tiles.files import UNFINISHED, make_directory, write_atomically
+from msa_tiles.sources import (
+    OPERANDS,
+    PACKAGE,
+    forget_operands,
+    operand_file,
+    operands_of,
+    search_operands,
+    without_header,
+)
 from msa_tiles.spec import Specs, load
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
 
-INDEX = "index.json"
 _ABANDONED = 3600  # seconds after which nobody writes a file any more
 
 
@@ -36,6 +43,7 @@ class Generated:
     paths: Mapping[str, str]
     files: Mapping[str, str]
     index: Mapping[str, Any]
+    unfit: Mapping[str, str] = field(default_factory=dict)  # why cells that follow from a target's parent are missing
 
 
 @dataclass(frozen=True)
@@ -48,23 +56,45 @@ class Changes:
     kept: tuple[str, ...] = ()
 
 
-def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE, tree: Path | None = None) -> Generated:
+def produce(
+    specs: Specs,
+    skeletons: Path | Sequence[Path] = SKELETONS,
+    package: Path = PACKAGE,
+    tree: Path | None = None,
+    requested: Collection[str] = (),
+    beneath: Mapping[str, Any] | None = None,
+) -> Generated:
     """Render every cell. Same specs, same bytes. Raises SpecError.
 
-    What lies in ``tree``, the directory of the specs, as `operands/<dsl>/<name>.py` is found besides the package's
-    operands, and copied: the directory of generated files is whole by itself.
+    Of several directories of skeletons the first one that has a cell's is taken. What lies in ``tree`` as
+    `operands/<dsl>/<name>.py` is found besides the package's operands, and copied: the directory of generated files is
+    whole by itself. Of targets that are generated on request, cells of those that are ``requested`` are rendered.
+
+    With an index of what lies ``beneath`` only cells count that it has not, or has otherwise.
     """
+    folders = (skeletons,) if isinstance(skeletons, Path) else tuple(skeletons)
     copies = {} if tree is None else _own_operands(tree)
+    known = {cell["id"]: cell for cell in ([] if beneath is None else beneath["cells"])}
     alike: dict[tuple, list[KernelPlan]] = {}
     digests: dict[str, str] = {}
+    unfit: dict[str, str] = {}
     all_plans = []
-    for planned in plans(specs):
+    for planned in plans(specs, requested, unfit):
         operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
         target = specs.targets[planned.target]
-        body = render(planned, operator, target, precision, skeletons, package)
-        plan = completed(planned, table_of(body, package), target)
+        body = render(planned, operator, target, precision, folders, package)
+        try:
+            plan = completed(planned, table_of(body, package), target)
+        except IllegalError as error:
+            if not planned.derived:
+                raise
+            unfit[planned.cell] = error.sentence
+            continue
+        digest = digest_of(body, plan.dsl, target.arch, package)
+        if is_known(plan, operator, digest, known):
+            continue
         all_plans.append(plan)
-        digests[plan.cell] = digest_of(body, plan.dsl, target.arch, package)
+        digests[plan.cell] = digest
         alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
     files: dict[str, str] = {}
     paths: dict[str, str] = {}
@@ -74,7 +104,8 @@ def produce(specs: Specs, skeletons: Path = SKELETONS, package: Path = PACKAGE, 
         files[path] = header({plan.cell: digests[plan.cell] for plan in sharing}, specs.operators[op], contract) + body
         paths |= {plan.cell: path for plan in sharing}
     files |= copies
-    return Generated(tuple(all_plans), paths, files, index(specs, all_plans, digests, paths))
+    made = index(specs, all_plans, digests, paths)
+    return Generated(tuple(all_plans), paths, files, made if beneath is None else added(made, beneath), unfit)
 
 
 def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
@@ -85,13 +116,14 @@ def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> 
 def _own_operands(tree: Path) -> dict[str, str]:
     """Copies of a tree's operands, which imports find from now on. Raises ValueError where the package has one, too."""
     copies = {}
+    forget_operands(tree.resolve())
     for dsl in PINS:
-        search_operands(tree, dsl)
         for file in sorted(operands_of(tree, dsl).glob("*.py")):
-            if (found := operand_file(file.stem, f"msa_tiles.dsl.{dsl}{OPERANDS}")) != file:
+            if found := operand_file(file.stem, f"msa_tiles.dsl.{dsl}{OPERANDS}"):
                 raise ValueError(f"{shown(file)} has the name of an operand of {dsl} that there is already: {found}")
             path = operands_of(Path(), dsl) / file.name
             copies[path.as_posix()] = f"# {MADE_BY}, a copy; do not edit.\n\n{file.read_text(encoding='utf-8')}"
+    search_operands(tree.resolve())
     return copies
 
 
@@ -107,7 +139,7 @@ def write(generated: Generated, out: Path, selection: Selection | None = None) -
     _refuse_links(out, wanted)
     changed = [path for path, text in wanted.items() if (out / path).is_symlink() or _read(out / path) != text]
     for path in changed:
-        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        make_directory((out / path).parent)
         write_atomically(out / path, wanted[path])
     orphans = _orphans(generated, out) if selection.everything else []
     deleted = [path for path in orphans if _is_ours(out / path)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
@@ -14,6 +15,7 @@ from msa_tiles.spec.model import DSLS
 if TYPE_CHECKING:
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry
+    from msa_tiles.spec import Specs
 
 MOST_JOBS = 8  # processes for each processor: more of them only take memory
 MOST_SECONDS = 600  # that one contender runs
@@ -42,6 +44,24 @@ def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Option to print JSON in place of a table."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
+def add_tree(parser: argparse.ArgumentParser) -> None:
+    """Option that names trees of one's own, for every command."""
+    parser.add_argument(
+        "--tree",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="a tree of your own, whose specs, skeletons, operands and kernels go before the shipped ones; what is "
+        "written goes there; repeatable, the last one on top (see MSA_TILES_TREE)",
+    )
+
+
+def tree_options(args: argparse.Namespace) -> list[str]:
+    """The option as it was given, for a process that does the same."""
+    return [word for tree in args.tree for word in ("--tree", str(tree))]
 
 
 def filters_of(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -102,6 +122,17 @@ def on_target(cells: Iterable[Cell], facts: DeviceFacts, args: argparse.Namespac
         targets = ", ".join(dict.fromkeys(cell.target for cell in cells))
         raise ValueError(f"no cell that matches {filter_text(filters_of(args))} is for {facts}; they are for {targets}")
     return found
+
+
+def show_lacks(specs: Specs, targets: Iterable[str], present: Collection[str] | None, ops: Collection[str]) -> None:
+    """A table for each target that lacks operators: which, why, and what would have to be written."""
+    from msa_tiles.codegen.lacks import lacks
+
+    for target in targets:
+        if found := lacks(specs, target, present, ops):
+            console.say(f"\n{target} has no kernels of")
+            rows = [(each.operator, each.reason, each.remedy) for each in found]
+            console.table([("operator", "because", "what would have to be written"), *rows])
 
 
 def only(option: str, given: Sequence[str], why: str) -> str:

@@ -190,6 +190,8 @@ def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -
             }
     try:
         evidence.record_compiled(registry.directory, entries)
+    except ValueError as error:
+        console.complain(f"nothing is recorded: {error}")
     except OSError as error:
         console.complain(f"{registry.directory / evidence.COMPILED} cannot be written ({error.strerror})")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from msa_tiles.runtime.dispatch import Candidate
     from msa_tiles.runtime.facts import DeviceFacts
-    from msa_tiles.runtime.registry import Registry
+    from msa_tiles.runtime.registry import Cell, Registry
 
 DENSE = "dense_attention"  # has no kernels of its own
 
@@ -118,11 +118,12 @@ def _explain(
     if sharded:
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
+        name = candidate.cell.id + _whence(candidate.cell)
         if candidate.refusal is not None:
-            console.say(f"  {candidate.cell.id}: refuses: {candidate.refusal}")
+            console.say(f"  {name}: refuses: {candidate.refusal}")
             continue
         text = f"serves it as {variant_text(candidate.variant)}, {_origin(candidate, registry)}"
-        console.say(f"  {candidate.cell.id}: {text}")
+        console.say(f"  {name}: {text}")
         for sentence in packs.mismatches(candidate.cell, candidate.variant):
             console.say(f"    {sentence}")
     if decision.chosen is None:
@@ -137,6 +138,13 @@ def _explain(
         console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
     return 0
+
+
+def _whence(cell: Cell) -> str:
+    """Which tree a kernel is of; empty for a shipped one."""
+    if cell.tree is None:
+        return ""
+    return f" (of the tree {cell.tree}{', in place of the one beneath' if cell.replaces else ''})"
 
 
 def _origin(candidate: Candidate, registry: Registry) -> str:

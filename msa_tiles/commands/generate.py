@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msa_tiles import console
-from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of
+from msa_tiles import console, trees
+from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of, show_lacks
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 from msa_tiles.paths import generated_dir, specs_dir
+
+if TYPE_CHECKING:
+    from msa_tiles.spec import Specs
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="write the kernels that the specs ask for", description=__doc__)
     add_filters(parser)
-    parser.add_argument("--specs", type=Path, default=specs_dir(), metavar="DIR", help="specs to read (%(default)s)")
-    parser.add_argument("--out", type=Path, default=generated_dir(), metavar="DIR", help="where to write (%(default)s)")
+    parser.add_argument("--specs", type=Path, metavar="DIR", help="specs to read, with --out (default: those in use)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to write (default: the top tree's generated/, or the checkout's)"
+    )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 when a file is not what it should be"
     )
@@ -25,10 +31,12 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from msa_tiles import codegen, spec
+    from msa_tiles.codegen import own
     from msa_tiles.spec.model import DSLS
     from msa_tiles.spec.precisions import named
 
-    specs = spec.load(args.specs)
+    tree, out = _places(args)
+    specs = spec.load(args.specs) if args.specs else own.specs_in_use() if tree else spec.load(specs_dir())
     filters = filters_of(args)
     groups = {name: precision.group for name, precision in specs.precisions.items()}
     known_groups = [format.group for format in specs.formats.values()]
@@ -37,18 +45,31 @@ def run(args: argparse.Namespace) -> int:
     precisions = named(args.precision, groups, known_groups)
     if args.precision and not precisions:
         raise ValueError(f"--precision {','.join(args.precision)}: no precision is of this group as yet")
+    asked = [name for name in args.target if specs.targets[name].on_request]
+    if asked and tree is None:
+        raise ValueError(f"kernels of {', '.join(asked)} are generated into a tree of your own alone: --tree DIR")
     selection = codegen.Selection(args.op, args.dsl, args.target, precisions)
     if not args.check:
-        refuse_unwritable("--out", args.out, directory=True)
-    console.note(f"rendering the kernels of {args.specs}")
-    generated = codegen.produce(specs, tree=args.specs)
+        refuse_unwritable("--out" if args.out else "--tree" if tree else "the checkout", out, directory=True)
+    if tree is None:
+        console.note(f"rendering the kernels of {args.specs or specs_dir()}")
+        generated = codegen.produce(specs, tree=args.specs or specs_dir())
+    else:
+        console.note(f"rendering the kernels of {tree.directory}")
+        generated = own.produce_own(specs, asked)
     count = sum(selection.holds(plan.cell) for plan in generated.plans)
     if not count and any(filters.values()):
-        raise ValueError(f"no row of a spec matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
+        where = "no row of a spec" if tree is None else f"nothing that {tree.directory} declares"
+        raise ValueError(f"{where} matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
+    if not count and tree is not None:
+        raise ValueError(
+            f"{tree.directory} declares no kernel beyond what lies beneath: put specs, skeletons or operands there, or "
+            f"name a target that is generated on request, --target {_requestable(specs)}"
+        )
     if args.check:
-        problems = codegen.drift(generated, args.out, selection)
+        problems = codegen.drift(generated, out, selection)
         for problem in problems:
-            console.complain(f"{args.out}/{problem}")
+            console.complain(f"{out}/{problem}")
         if problems:
             console.complain(f"{len(problems)} of the generated files need `msa-tiles generate`")
             return 1
@@ -56,14 +77,44 @@ def run(args: argparse.Namespace) -> int:
             f"{counted(count, 'kernel')} {'is what its spec says' if count == 1 else 'are what their specs say'}"
         )
         return 0
-    changes = codegen.write(generated, args.out, selection)
+    changes = codegen.write(generated, out, selection)
     for path in changes.written:
-        console.say(f"wrote {args.out}/{path}")
+        console.say(f"wrote {out}/{path}")
     for path in changes.deleted:
-        console.say(f"deleted {args.out}/{path}, which no spec asks for")
+        console.say(f"deleted {out}/{path}, which no spec asks for")
     for path in changes.kept:
-        console.complain(f"kept {args.out}/{path}, which no spec asks for, because it was not generated")
+        console.complain(f"kept {out}/{path}, which no spec asks for, because it was not generated")
     console.say(
         f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
     )
+    if args.specs is None:
+        own_targets = [] if tree is None else generated.index["targets"]
+        show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
     return 0
+
+
+def _places(args: argparse.Namespace) -> tuple[trees.Tree | None, Path]:
+    """The tree to generate, None for the specs of one directory, and where to write.
+
+    Raises ValueError where that would be the installation, or kernels of other specs than its own.
+    """
+    if args.specs is not None or args.out is not None:
+        if args.tree:
+            raise ValueError("--tree names specs and where to write: leave out --specs and --out")
+        if args.out is None and args.specs.resolve() != specs_dir().resolve():
+            raise ValueError(f"--specs {args.specs}: say where to write, --out DIR; {generated_dir()} has others")
+        return None, args.out or _shipped(args)
+    tree = trees.top()
+    return (None, _shipped(args)) if tree is None else (tree, tree.generated)
+
+
+def _shipped(args: argparse.Namespace) -> Path:
+    """The kernels of this checkout. Those of an installation are compared alone."""
+    out = generated_dir()
+    if not args.check:
+        trees.require_own(out)
+    return out
+
+
+def _requestable(specs: Specs) -> str:
+    return ", ".join(name for name, target in specs.targets.items() if target.on_request) or "(there is none)"

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msa_tiles import console
-from msa_tiles.commands._options import add_filters, select
+from msa_tiles import console, trees
+from msa_tiles.commands._options import add_filters, select, show_lacks
 
 if TYPE_CHECKING:
     from msa_tiles.runtime import tuned
@@ -28,19 +28,25 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime import evidence, tuned
     from msa_tiles.runtime.registry import default_registry
+    from msa_tiles.spec import load
 
     registry = default_registry()
-    cells = select(args, registry)
+    # A target without any kernel is no mistake here: what it lacks is shown.
+    bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
+    cells = () if not (args.json or args.accuracy) and args.target == bare != [] else select(args, registry)
     if args.accuracy:
         return _print_accuracy(cells, registry, args.json)
-    verified, compiled = evidence.read_verified(registry.directory), evidence.read_compiled(registry.directory)
-    figures = tuned.read(registry.directory)
+    verified, compiled = evidence.verified_of(registry), evidence.compiled_of(registry)
+    figures = tuple(figure for directory in registry.directories for figure in tuned.read(directory))
     rows = [describe(cell, registry, verified, compiled, figures) for cell in cells]
     if args.json:
         console.say(json.dumps(rows, indent=1))
         return 0
     columns = ("op", "dsl", "target", "precision", "group", "status", "flags", "verified on", "digest")
-    console.table([columns, *(_line(row) for row in rows)])
+    whence = trees.stack() != ()
+    if rows:
+        console.table([(*columns, *["from"] * whence), *(_line(row, whence) for row in rows)])
+    show_lacks(load(*trees.specs_dirs()), args.target, {cell.id for cell in registry.cells}, args.op)
     return 0
 
 
@@ -48,7 +54,7 @@ def _print_accuracy(cells: Sequence[Cell], registry: Registry, as_json: bool) ->
     from msa_tiles.runtime import evidence
     from msa_tiles.runtime.accuracy import Accuracy, accuracies
 
-    found = accuracies(cells, evidence.read_verified(registry.directory))
+    found = accuracies(cells, evidence.verified_of(registry))
     if as_json:
         console.say(json.dumps([error._asdict() for error in found], indent=1))
         return 0
@@ -105,6 +111,7 @@ def describe(
         "flags": [flag for flag in evidence.FLAGS if flags[flag]],
         "file": cell.entry["file"],
         "digest": cell.digest,
+        "tree": str(cell.tree) if cell.tree else None,
         "verified": _record(cell, verified, generated and ran),
         "compiled": _record(cell, compiled, generated and passed),
         "timed": [
@@ -126,12 +133,13 @@ def _record(cell: Cell, records: Mapping[str, Mapping[str, Any]], current: bool)
     return {**records[cell.id], "current": current} if cell.id in records else None
 
 
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _line(row: Mapping[str, Any], whence: bool) -> tuple[str, ...]:
     """A row of the table: of a run of another kernel it says nothing."""
     ran = row["verified"] if "verified" in row["flags"] else {}
     where = ", ".join(ran[name] for name in ("card", "date") if name in ran)
     names = ("op", "dsl", "target", "precision", "group", "status")
-    return (*(row[name] for name in names), " ".join(row["flags"]), where, row["digest"])
+    line = (*(row[name] for name in names), " ".join(row["flags"]), where, row["digest"])
+    return (*line, row["tree"] or "shipped") if whence else line
 
 
 def is_generated(cell: Cell) -> bool:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msa_tiles import console, names, paths
+from msa_tiles import console, names, trees
 from msa_tiles.commands._options import (
     add_filters,
     add_json,
@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec import load
 
     registry = default_registry()
+    trees.require_own(registry.directory)
     cells = select(args, registry)
-    operators = load(paths.specs_dir()).operators
+    operators = load(*trees.specs_dirs()).operators
     labels = {cell.op: [workload.label for workload in operators[cell.op].bench] for cell in cells}
     names.check("--workload", args.workload, [label for known in labels.values() for label in known])
     seconds("--seconds", args.seconds)
@@ -105,7 +106,7 @@ def _figures(
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import Case
 
-    specs = load(paths.specs_dir())
+    specs = load(*trees.specs_dirs())
     operator = specs.operators[cells[0].op]
     for workload in operator.bench:
         if labels and workload.label not in labels:

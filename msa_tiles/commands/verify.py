@@ -13,7 +13,16 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, add_json, filters_of, on_target, processes, select, without_missing
+from msa_tiles.commands._options import (
+    add_filters,
+    add_json,
+    filters_of,
+    on_target,
+    processes,
+    select,
+    tree_options,
+    without_missing,
+)
 from msa_tiles.commands.support import is_generated
 from msa_tiles.errors import ToolError
 from msa_tiles.files import refuse_unwritable
@@ -57,7 +66,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from msa_tiles import paths
+    from msa_tiles import trees
     from msa_tiles.runtime import evidence
     from msa_tiles.runtime.accuracy import accuracies
     from msa_tiles.runtime.build import build
@@ -73,12 +82,13 @@ def run(args: argparse.Namespace) -> int:
     if args.sanitizer:
         return _sanitized(args, {cell.dsl for cell in cells})
     if not args.smallest:
+        trees.require_own(registry.directory)
         refuse_unwritable("the record", registry.directory / evidence.VERIFIED, directory=False)
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; kernels can only be verified on one")
     device = torch.device(args.device)
     facts = device_facts(device, registry.targets.values())
-    verified = evidence.read_verified(registry.directory)
+    verified = evidence.verified_of(registry)
     there = on_target(cells, facts, args)
     stale = [cell for cell in there if not (args.stale and evidence.is_verified(cell, verified))]
     if not stale:
@@ -92,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if drifted := [cell.id for cell in chosen if not is_generated(cell)]:
         # Otherwise the evidence of one kernel would stand under the digest of another.
         raise ValueError(f"edited since `msa-tiles generate` ran: {', '.join(drifted)}; run it again")
-    specs = load(paths.specs_dir())
+    specs = load(*trees.specs_dirs())
     grid = [(cell, cases(cell, specs)) for cell in chosen]
     console.note(f"{counted(len(chosen), 'cell')} to verify on {facts}")
     if args.smallest:
@@ -152,7 +162,15 @@ def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:
     for dsl, kernels in KERNEL_NAMES.items():
         if dsl in dsls:
             options = {name: str(value) for name, value in (given | {"dsl": dsl}).items() if value is not None}
-            again = [sys.executable, "-m", "msa_tiles", "verify", "--smallest", *["--stale"] * args.stale]
+            again = [
+                sys.executable,
+                "-m",
+                "msa_tiles",
+                "verify",
+                "--smallest",
+                *["--stale"] * args.stale,
+                *tree_options(args),
+            ]
             again += [part for name, value in options.items() for part in (f"--{name}", value)]
             watch = [tool, "--tool", args.sanitizer, "--error-exitcode", str(ERRORS), "--kernel-name", f"kns={kernels}"]
             bad += bool(subprocess.run([*watch, *again], check=False).returncode)

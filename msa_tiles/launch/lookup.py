@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles import runtime
+from msa_tiles import runtime, trees
 from msa_tiles.call.where import Where
 from msa_tiles.call.workspace import ALIGNMENT
-from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import CallFacts, tuned
 from msa_tiles.spec import load
 
@@ -30,7 +28,7 @@ def precision(**tensors: Tensor) -> str:
     return _precision(**{role: str(tensor.dtype).removeprefix("torch.") for role, tensor in tensors.items()})
 
 
-@functools.lru_cache(maxsize=64)
+@trees.cached(maxsize=64)
 def _precision(**storages: str) -> str:
     return runtime.default_registry().precision_of(storages)
 
@@ -67,11 +65,11 @@ def call_facts(
     return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
 
 
-@functools.lru_cache(maxsize=256)
+@trees.cached(maxsize=256)
 def broken_rules(op: str, **dims: int) -> tuple[str, ...]:
     """Sentences for the rules of the operator's spec that these dims break: no kernel promises anything beyond them."""
     came = ", ".join(f"{name} = {value}" for name, value in dims.items())
-    rules = load(specs_dir()).operators[op].rules
+    rules = load(*trees.specs_dirs()).operators[op].rules
     return tuple(f"{came}, wanted {rule}" for rule in rules if rule.names <= dims.keys() and not rule(dims))
 
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from msa_tiles import trees
 from msa_tiles.library import registration
 
 _ALIGNMENT = 16
@@ -31,14 +32,17 @@ class Remembered(Generic[_Found]):
     def __init__(self, most: int = 1024) -> None:
         self._most = most
         self._found: dict[Hashable, _Found] = {}
+        self._epoch = trees.epoch()
         _EVERY.add(self)
 
     def get(self, signature: Hashable | None) -> _Found | None:
+        if self._epoch != trees.epoch():  # other trees may have other kernels
+            self.forget()
         return None if signature is None else self._found.get(signature)
 
     def keep(self, signature: Hashable | None, found: _Found | None) -> None:
         """Without a signature there is nothing to know the call by again, and nothing found is nothing to keep."""
-        if signature is None or found is None:
+        if signature is None or found is None or self._epoch != trees.epoch():
             return
         if len(self._found) >= self._most:
             self._found.clear()
@@ -46,6 +50,7 @@ class Remembered(Generic[_Found]):
 
     def forget(self) -> None:
         self._found.clear()
+        self._epoch = trees.epoch()
 
 
 def forget_all() -> None:

@@ -116,7 +116,7 @@ def _wanted(
     if dsl != BEST:
         return {dsl}
     rivals = {other.dsl: other for other, dims in asked if _alike(other, cell) and dims == variant}
-    figures = [f for f in tuned.figures_of(registry.directory) if (f.op, f.target) == (cell.op, cell.target)]
+    figures = [f for f in tuned.figures_of(*registry.directories) if (f.op, f.target) == (cell.op, cell.target)]
     best = {
         min(rivals.values(), key=lambda rival: tuned.preference(rival, figure)).dsl
         for figure in figures

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msa_tiles import trust
 from msa_tiles.errors import ToolError
 from msa_tiles.files import can_be_made, make_directory, write_atomically
-from msa_tiles.runtime import trust
 
 FORMAT = 2
 VARIABLE = "MSA_TILES_CACHE_DIR"

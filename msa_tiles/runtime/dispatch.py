@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from msa_tiles import trees
 from msa_tiles.runtime import packs, toolchain, tuned
 from msa_tiles.runtime.cache import Entry
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
@@ -70,11 +71,16 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     """Ask every cell of the operator."""
     candidates = tuple(_ask(cell, call, device, registry, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
-    figure = tuned.nearest(tuned.figures_of(registry.directory), [c.cell.id for c in accepting], call.size)
+    figure = tuned.nearest(tuned.figures_of(*registry.directories), [c.cell.id for c in accepting], call.size)
     preferred = _preferred.get()
     chosen = min(
         accepting,
-        key=lambda c: (c.cell.id != preferred, c.packed is None, *tuned.preference(c.cell, figure)),
+        key=lambda c: (
+            c.cell.id != preferred,
+            c.cell.target != device.target,
+            c.packed is None,
+            *tuned.preference(c.cell, figure),
+        ),
         default=None,
     )
     return Decision(call, device, candidates, chosen, figure)
@@ -108,7 +114,7 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
     packed = None
     if backend not in ("auto", cell.dsl):
         refusal: str | None = f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"
-    elif device.target != cell.target:
+    elif not _runs_on(cell, device, registry):
         refusal = f"it is for {cell.target}, the call is on {device}"
     elif not _stored_alike(cell, call, registry):
         refusal = f"it takes {cell.precision}, the call is {call.precision}"
@@ -120,6 +126,12 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
         packed = packs.find(cell, variant)
         refusal = None if packed else _not_compilable(cell, variant)
     return Candidate(cell, variant, refusal, packed)
+
+
+def _runs_on(cell: Cell, device: DeviceFacts, registry: Registry) -> bool:
+    """Whether a cell is for the device's target, or for another of the same architecture: a tree may have one."""
+    target = None if device.target is None else registry.targets.get(device.target)
+    return device.target == cell.target or (target is not None and target.arch == cell.arch)
 
 
 def _not_compilable(cell: Cell, variant: Mapping[str, int]) -> str | None:
@@ -188,7 +200,7 @@ def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = F
 def _key(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple:
     dims = tuple(facts.variant.items())
     asked = (op, facts.device, facts.precision, dims, facts.features, facts.refusals, facts.size)
-    return (*asked, backend, helper, _preferred.get())
+    return (*asked, backend, helper, _preferred.get(), trees.epoch())
 
 
 def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:

@@ -6,15 +6,16 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msa_tiles import trees
 from msa_tiles.files import make_directory, write_atomically
 from msa_tiles.runtime import audit
 from msa_tiles.runtime.build import Job, audit_compiled, ci_jobs
 from msa_tiles.runtime.cache import Cache, default_root
-from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.runtime.registry import Cell, Registry, Target
 from msa_tiles.sources import syntax_of
 
 VERIFIED, COMPILED = "verified.json", "compiled.json"
@@ -36,6 +37,26 @@ def read_compiled(generated: Path) -> dict[str, dict[str, Any]]:
     return _read(generated / COMPILED, "msa-tiles build --audit")
 
 
+def compiled_of(registry: Registry) -> dict[str, dict[str, Any]]:
+    """What `compiled.json` says of each cell, in the highest tree that knows its digest."""
+    return _of(registry, read_compiled)
+
+
+def verified_of(registry: Registry) -> dict[str, dict[str, Any]]:
+    """What `verified.json` says of each cell, in the highest tree that knows its digest."""
+    return _of(registry, read_verified)
+
+
+def _of(registry: Registry, read: Callable[[Path], Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    layers = [read(directory) for directory in registry.directories]
+    found = {}
+    for cell in registry.cells:
+        entries = [layer[cell.id] for layer in layers if cell.id in layer]
+        if entries:
+            found[cell.id] = next((each for each in entries if each.get("digest") == cell.digest), entries[0])
+    return found
+
+
 def is_recorded(cell: Cell, target: Target, compiled: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether it is on record that every point of the cell as it is now was compiled, and passed the audit of now."""
     entry = compiled.get(cell.id, {})
@@ -55,6 +76,8 @@ def audit_digest(cell: Cell, target: Target) -> str:
 
 def record_compiled(generated: Path, entries: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Write cells' entries to `compiled.json`; None takes one away."""
+    trees.require_own(generated)
+    make_directory(generated)
     document = read_compiled(generated) | {cell: dict(entry) for cell, entry in entries.items() if entry is not None}
     kept = {cell: entry for cell, entry in sorted(document.items()) if entries.get(cell, entry) is not None}
     write_atomically(generated / COMPILED, json.dumps(kept, indent=1, sort_keys=True) + "\n")

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles import paths
+from msa_tiles import paths, trust
 from msa_tiles.errors import ToolError
-from msa_tiles.runtime import trust
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.sources import texts_of
 

@@ -98,7 +98,7 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
 def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry) -> Iterator[Candidate]:
     """The kernels that run for calls of a cell's operator and precision, at whatever number of queries."""
     device = target_facts(registry.targets[cell.target])
-    figures = (figure for figure in tuned.figures_of(registry.directory) if figure.op == cell.op)
+    figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
     sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
     for variant in variants_at(cell, fixed):
         features = frozenset({"paged"} if variant.get("pages_per_block") else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles import paths
-from msa_tiles.sources import code_of, search_operands
-from msa_tiles.spec.model import DSLS
+from msa_tiles import paths, trees
+from msa_tiles.sources import OPERANDS, code_of, search_operands
 
 INDEX = "index.json"
 INDEX_FORMAT = 2
@@ -79,6 +78,9 @@ class Cell:
     capacity: frozenset[str]  # dims whose requested value is rounded up to a supported one
     features: frozenset[str]
     entry: Mapping[str, Any]  # the whole index entry, for readers of workloads, tolerances and audits
+    tree: Path | None = None  # the tree that it comes from; None for what was shipped
+    replaces: bool = False  # whether a tree beneath, or the installation, has a kernel of this id as well
+    search: tuple[Path, ...] = ()  # directories of generated kernels in which its operands may lie besides the package
 
     @property
     def ci(self) -> tuple[Mapping[str, int], ...]:
@@ -109,19 +111,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class Registry:
-    """All cells of one `generated` directory, and the targets and precisions they are for."""
+    """All cells of one `generated` directory, and the targets and precisions they are for.
 
-    directory: Path
+    Where trees are in use, their cells lie on top of the shipped ones.
+    """
+
+    directory: Path  # where evidence is written: that of the top tree, where there is one
     cells: tuple[Cell, ...]
     targets: Mapping[str, Target]
     precisions: Mapping[str, Precision]
     formats: Mapping[str, Mapping[str, Any]]  # name -> group, storage, bits, …
+    below: tuple[Path, ...] = ()  # the directories beneath, the highest one first
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where evidence lies, that of the top tree first."""
+        return (self.directory, *self.below)
 
     @classmethod
-    def read(cls, directory: Path) -> Registry:
-        """Read `directory/index.json`.
+    def read(cls, directory: Path, beneath: Registry | None = None, tree: Path | None = None) -> Registry:
+        """Read `directory/index.json`, that of a `tree` on top of what lies beneath.
 
-        Raises RegistryError when it is missing or malformed.
+        Raises RegistryError when it is missing or malformed, or has an operand of another text than one beneath.
         """
         path = directory / INDEX
         try:
@@ -132,17 +143,32 @@ class Registry:
             raise RegistryError(f"{path} is not JSON: {error}; run `msa-tiles generate`") from error
         if not isinstance(document, dict) or document.get("format") != INDEX_FORMAT:
             raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")
+        below = () if beneath is None else beneath.directories
+        hidden = {} if beneath is None else {cell.id: cell for cell in beneath.cells}
         try:
             targets = {name: _target(entry) for name, entry in document["targets"].items()}
-            formats = document["formats"]
+            targets |= {} if beneath is None else {n: t for n, t in beneath.targets.items() if n not in targets}
+            formats = {**({} if beneath is None else beneath.formats), **document["formats"]}
             precisions = {name: _precision(name, entry, formats) for name, entry in document["precisions"].items()}
+            precisions = {**({} if beneath is None else beneath.precisions), **precisions}
             archs = {name: target.arch for name, target in targets.items()}
-            cells = tuple(_cell(entry, directory, archs[entry["target"]]) for entry in document["cells"])
+            cells = tuple(
+                dataclasses.replace(
+                    _cell(entry, directory, archs[entry["target"]]),
+                    tree=tree,
+                    replaces=entry["id"] in hidden,
+                    search=(directory, *below),
+                )
+                for entry in document["cells"]
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise RegistryError(f"{path} lacks or misstates {error}; run `msa-tiles generate`") from error
-        for dsl in DSLS:
-            search_operands(directory, dsl)
-        return cls(directory, cells, targets, precisions, formats)
+        _refuse_operands(directory, below)
+        search_operands(directory)
+        # A cell takes the place of the one that it replaces.
+        own = {cell.id: cell for cell in cells}
+        kept = [own.pop(name, cell) for name, cell in hidden.items()]
+        return cls(directory, (*kept, *own.values()), targets, precisions, formats, below)
 
     def of(self, op: str) -> tuple[Cell, ...]:
         """The cells of one operator."""
@@ -179,10 +205,24 @@ def _several(names: Names) -> Collection[str]:
     return (names,) if isinstance(names, str) else names or ()
 
 
-@functools.lru_cache(maxsize=1)
+@trees.cached(maxsize=4)
 def default_registry() -> Registry:
-    """The registry of the kernels that came with this installation."""
-    return Registry.read(paths.generated_dir())
+    """The registry of the kernels that came with this installation, beneath those of the trees in use."""
+    found = Registry.read(paths.generated_dir())
+    for tree in reversed(trees.stack()):
+        if (tree.generated / INDEX).is_file():
+            found = Registry.read(tree.generated, found, tree.directory)
+        else:  # nothing was generated as yet; what is measured goes there all the same
+            found = dataclasses.replace(found, directory=tree.generated, below=found.directories)
+    return found
+
+
+def _refuse_operands(directory: Path, below: Iterable[Path]) -> None:
+    """Kernels import operands by their names alone, so that there can be one of a name."""
+    for own in sorted((directory / OPERANDS[1:]).glob("*/*.py")):
+        for other in (beneath / own.relative_to(directory) for beneath in below):
+            if other.is_file() and other.read_bytes() != own.read_bytes():
+                raise RegistryError(f"{own} has the name of {other}, a tree beneath: give one of them another name")
 
 
 def _keys(entry: Mapping[str, Any]) -> str:

@@ -8,14 +8,14 @@ runs again: kernels of two DSLs differ by more than one does from its last versi
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.files import write_atomically
+from msa_tiles import trees
+from msa_tiles.files import make_directory, write_atomically
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.spec.model import DSLS
 
@@ -77,6 +77,7 @@ def read(directory: Path) -> tuple[Figure, ...]:
 
 def write(directory: Path, figures: Iterable[Figure]) -> None:
     """Replace the figures of the same operator, target, precision and workload; keep the others."""
+    make_directory(directory)
     kept = {_key(figure): figure for figure in read(directory)}
     kept |= {_key(figure): figure for figure in figures}
     entries: list[dict[str, Any]] = [asdict(kept[key]) for key in sorted(kept)]
@@ -88,7 +89,10 @@ def _key(figure: Figure) -> tuple[str, str, str, str]:
     return figure.target, figure.op, figure.precision, figure.workload
 
 
-@functools.lru_cache(maxsize=8)
-def figures_of(directory: Path) -> tuple[Figure, ...]:
-    """`read`, remembered: dispatch asks for every new kind of call."""
-    return read(directory)
+@trees.cached(maxsize=8)
+def figures_of(*directories: Path) -> tuple[Figure, ...]:
+    """`read`, remembered: dispatch asks for every new kind of call. What stands in several counts in the first."""
+    found: dict[tuple[str, str, str, str], Figure] = {}
+    for directory in reversed(directories):
+        found |= {_key(figure): figure for figure in read(directory)}
+    return tuple(found.values())

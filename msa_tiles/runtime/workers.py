@@ -31,7 +31,7 @@ from msa_tiles.runtime import audit, compiler, toolchain
 from msa_tiles.runtime.cache import Cache, CacheError, Entry
 from msa_tiles.runtime.compiler import CompileError, variant_text
 from msa_tiles.runtime.registry import Cell
-from msa_tiles.sources import search_operands
+from msa_tiles.sources import forget_operands, search_operands
 
 VARIABLE = "MSA_TILES_JOBS"
 MOST = 8  # workers of a process by default: each takes about a gigabyte
@@ -252,7 +252,10 @@ def serve() -> None:
 def _answer(task: Task) -> Done | tuple[str, str]:
     """What came of a task; not every exception survives the way between processes."""
     try:
-        search_operands(task.cell.file.parents[2], task.cell.dsl)
+        # Whoever sends tasks may have changed operands, or the trees in which they are found.
+        forget_operands()
+        for directory in dict.fromkeys((task.cell.file.parents[2], *task.cell.search)):
+            search_operands(directory)
         return perform(task)
     except ToolError as error:
         kind = type(error).__name__

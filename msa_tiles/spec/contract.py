@@ -11,6 +11,7 @@ from typing import Any
 
 from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.hardware import read_opcodes
+from msa_tiles.spec.inherit import lineage
 from msa_tiles.spec.model import (
     DSLS,
     POSITION_DIMS,
@@ -46,10 +47,12 @@ PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 def read_operator(root: Node, file_stem: str) -> Operator:
     keys = root.fields(
         ("op", "summary", "reference", "dims", "inputs", "outputs", "roofline", "tolerance", "workloads", "kernels"),
-        optional=("parameters", "features", "rules", "variants"),
+        optional=("inherits", "parameters", "features", "rules", "variants"),
     )
     if (name := keys["op"].identifier()) != file_stem:
         raise keys["op"].error(f"op is {name!r} in a file named {file_stem}.yaml")
+    if "inherits" in keys and keys["inherits"].identifier() != name:
+        raise keys["inherits"].error(f"an operator inherits from the one of its own name beneath, here {name!r}")
     dims = _dims(keys["dims"])
     inputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["inputs"].named().items()}
     outputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["outputs"].named().items()}
@@ -83,7 +86,13 @@ def read_operator(root: Node, file_stem: str) -> Operator:
         bench=bench,
         roofline=roofline,
         tolerance=frozen({p: _tolerance(node, outputs) for p, node in keys["tolerance"].entries().items()}),
-        kernels=tuple(row for node in keys["kernels"].items() for row in _rows(node, variants, features, name)),
+        kernels=tuple(
+            row
+            for each in lineage(root)
+            if "kernels" in each.entries()
+            for node in each.entries()["kernels"].items()
+            for row in _rows(node, variants, features, name)
+        ),
         where=root.where,
     )
 
@@ -222,11 +231,16 @@ def _tolerance(node: Node, outputs: Any) -> Any:
 
 
 def _rows(node: Node, variants: Variants, features: dict[str, str], op: str) -> Iterator[KernelRow]:
-    """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either."""
+    """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either.
+
+    A row without targets is one of the target "": of every target that can run it.
+    """
     keys = node.fields(
-        ("dsl", "targets", "precisions", *_ROW_KEYS), optional=("algorithm", "adjust", *_OPTIONAL_ROW_KEYS)
+        ("dsl", "precisions", *_ROW_KEYS), optional=("targets", "algorithm", "adjust", *_OPTIONAL_ROW_KEYS)
     )
-    axes = {axis: {item.string(): item for item in _listed(keys[axis])} for axis in ("targets", "precisions")}
+    given = [axis for axis in ("targets", "precisions") if axis in keys]
+    axes: dict[str, dict[str, Node]] = {"targets": {"": keys["mma"]}}
+    axes |= {axis: {item.string(): item for item in _listed(keys[axis])} for axis in given}
     adjusted = keys["adjust"].entries() if "adjust" in keys else {}
     for name, change in adjusted.items():
         if not any(name in names for names in axes.values()):

@@ -14,7 +14,7 @@ def read_target(root: Node, file_stem: str) -> Target:
             *("target", "summary", "arch", "capability", "devices", "default_device", "shared_memory", "registers"),
             *("threads_per_block", "mma", "copy", "forbid"),
         ),
-        optional=("tensor_memory_columns",),
+        optional=("inherits", "on_request", "tensor_memory_columns"),
     )
     if (name := keys["target"].identifier()) != file_stem:
         raise keys["target"].error(f"target is {name!r} in a file named {file_stem}.yaml")
@@ -51,6 +51,8 @@ def read_target(root: Node, file_stem: str) -> Target:
         mma=frozen(mma),
         copy=frozen({engine: read_opcodes(node) for engine, node in keys["copy"].named().items()}),
         forbid=read_opcodes(keys["forbid"]),
+        inherits=keys["inherits"].identifier() if "inherits" in keys else "",
+        on_request=keys["on_request"].boolean() if "on_request" in keys else False,
         where=root.where,
     )
 

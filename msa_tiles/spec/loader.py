@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.hardware import read_target
+from msa_tiles.spec.inherit import resolved
 from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, frozen
 from msa_tiles.spec.precisions import read_precisions
 from msa_tiles.spec.source import Location, SpecError, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
 
+TARGETS, OPERATORS, PRECISIONS = "targets", "operators", "precisions.yaml"
 
-def load(specs_dir: Path) -> Specs:
+
+def load(specs_dir: Path, *above: Path) -> Specs:
     """Read `targets/*.yaml`, `precisions.yaml` and `operators/*.yaml`.
+
+    Directories `above` hold what they need of these. Their files go before those of the same names beneath, and what
+    their `precisions.yaml` names before the formats and precisions of the same names.
 
     Raises SpecError, whose text begins with `file:line: `, at the first mistake.
     """
-    target_files = _yaml_files(specs_dir / "targets")
-    operator_files = _yaml_files(specs_dir / "operators")
-    formats, precisions = read_precisions(read(specs_dir / "precisions.yaml"))
+    target_files = [_yaml_files(specs_dir / TARGETS), *(_own_files(folder, TARGETS) for folder in above)]
+    operator_files = [_yaml_files(specs_dir / OPERATORS), *(_own_files(folder, OPERATORS) for folder in above)]
+    precision_files = [specs_dir / PRECISIONS, *(file for folder in above if (file := folder / PRECISIONS).is_file())]
+    for folder in above:
+        _refuse_others(folder)
+    formats, precisions = read_precisions(*map(read, precision_files))
+    targets = resolved([read(file) for file in files] for files in target_files)
+    operators = resolved([read(file) for file in files] for files in operator_files)
     return link(
-        targets={path.stem: read_target(read(path), path.stem) for path in target_files},
+        targets={name: read_target(root, name) for name, root in targets.items()},
         formats=formats,
         precisions=precisions,
-        operators={path.stem: read_operator(read(path), path.stem) for path in operator_files},
+        operators={name: read_operator(root, name) for name, root in operators.items()},
     )
 
 
@@ -38,11 +50,26 @@ def link(
 ) -> Specs:
     """Join what the files declare, and check that they agree. Raises SpecError."""
     _check_precisions(precisions, targets)
-    for operator in operators.values():
+    linked: dict[str, Operator] = {}
+    for name, operator in operators.items():
         _check_workloads(operator, precisions)
         _check_tolerance(operator, precisions)
-        _check_rows(operator, targets, precisions)
-    return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(operators))
+        linked[name] = _expanded(operator, targets, precisions)
+        _check_rows(linked[name], targets, precisions)
+    return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(linked))
+
+
+def _own_files(specs_dir: Path, part: str) -> list[Path]:
+    return _yaml_files(specs_dir / part) if (specs_dir / part).is_dir() else []
+
+
+def _refuse_others(specs_dir: Path) -> None:
+    """Of what somebody wrote nothing is passed over without a word."""
+    known = {specs_dir / TARGETS, specs_dir / OPERATORS, specs_dir / PRECISIONS}
+    for path in sorted(specs_dir.glob("*")):
+        if path not in known and (path.is_dir() or path.suffix in (".yaml", ".yml")):
+            where = f"{TARGETS}/*.yaml, {OPERATORS}/*.yaml and {PRECISIONS}"
+            raise SpecError(Location(shown(path), 1), f"no specs are read from here, but from {where}")
 
 
 def _yaml_files(directory: Path) -> list[Path]:
@@ -94,40 +121,85 @@ def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) ->
                 )
 
 
+def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> Operator:
+    """The operator with a row for every cell: rows without targets are of all that can run them, oldest first.
+
+    A row for a target is also one for those that inherit from it and can run it. What a row says of a cell by name goes
+    before that, and what a file says before what it inherits.
+    """
+    found: dict[str, KernelRow] = {}
+    ordered = sorted(targets.values(), key=lambda target: (target.capability, target.name))
+    for file in dict.fromkeys(row.where.file for row in operator.kernels):
+        rows = [row for row in operator.kernels if row.where.file == file]
+        own: dict[str, KernelRow] = {}
+        for row in rows:
+            if row.target and row.cell in own:
+                raise SpecError(row.where, f"the cell {row.cell} has a row already, on line {own[row.cell].where.line}")
+            own |= {row.cell: row} if row.target else {}
+        of_file: dict[str, KernelRow] = {}
+        for row in rows:
+            heirs = [target for target in ordered if not row.target or row.target in _ancestors(target, targets)]
+            others = [dataclasses.replace(row, target=target.name, derived=True) for target in heirs]
+            refusals = [unfit(each, operator, targets, precisions) for each in others]
+            if not row.target and None not in refusals:
+                raise _at(row, *_telling([each for each in refusals if each is not None]))
+            fitting = (each for each, why in zip(others, refusals, strict=True) if why is None)
+            of_file |= {row.cell: row} if row.target else {}
+            for each in fitting:
+                if each.cell not in own:
+                    of_file.setdefault(each.cell, each)
+        found |= of_file
+    return dataclasses.replace(operator, kernels=tuple(found.values()))
+
+
+def _telling(refusals: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Of the reasons why no target can run a row, those of the targets that have its MMA family, if there are any."""
+    found = [each for each in refusals if each[0] != "mma"] or list(refusals)
+    key = found[0][0]
+    return key, "; ".join(dict.fromkeys(why for other, why in found if other == key))
+
+
+def _ancestors(target: Target, targets: Mapping[str, Target]) -> Iterator[str]:
+    """The targets that one inherits from. In a tree a target may inherit from the one of its own name beneath."""
+    seen = {target.name}
+    while target.inherits not in ("", *seen) and target.inherits in targets:
+        yield target.inherits
+        seen.add(target.inherits)
+        target = targets[target.inherits]
+
+
 def _check_rows(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> None:
-    seen: dict[str, KernelRow] = {}
     for row in operator.kernels:
-        if row.cell in seen:
-            raise SpecError(row.where, f"the cell {row.cell} has a row already, on line {seen[row.cell].where.line}")
-        seen[row.cell] = row
-        target = _known(row, "target", targets)
-        precision = _known(row, "precision", precisions)
-        kind = _known(row, "mma", target.mma)
-        for engine in row.copy:
-            if engine not in target.copy:
-                raise _at(row, "copy", f"{target.name} has no copy engine {engine!r}; it has {', '.join(target.copy)}")
-        compute = row.computes_in(precision)
-        if compute not in kind.elements:
-            raise _at(
-                row,
-                "compute" if row.compute else "precision",
-                f"{target.name} {kind.name} cannot compute {compute!r}; it multiplies {', '.join(kind.elements)}",
-            )
-        for role in operator.roles:
-            if role != "output" and role not in precision.roles:
-                raise _at(row, "precision", f"{precision.name} has no {role}, which {operator.name} reads")
-        for role in row.operands:
-            if role not in operator.roles:
-                raise _at(row, "operands", f"{operator.name} reads no {role}")
-        if precision.name not in operator.tolerance:
-            raise _at(row, "precision", f"{operator.name} states no tolerance for {precision.name}")
+        if found := unfit(row, operator, targets, precisions):
+            raise _at(row, *found)
 
 
-def _known(row: KernelRow, key: str, known: Mapping):
-    name = getattr(row, key)
-    if name not in known:
-        raise _at(row, key, f"unknown {key} {name!r}; known: {', '.join(known)}")
-    return known[name]
+def unfit(
+    row: KernelRow, operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]
+) -> tuple[str, str] | None:
+    """Why a row cannot be of its target and its precision, as a key of it and a sentence, or None."""
+    for key, known in (("target", targets), ("precision", precisions)):
+        if (name := getattr(row, key)) not in known:
+            return key, f"unknown {key} {name!r}; known: {', '.join(known)}"
+    target, precision = targets[row.target], precisions[row.precision]
+    if row.mma not in target.mma:
+        return "mma", f"unknown mma {row.mma!r}; known: {', '.join(target.mma)}"
+    kind, compute = target.mma[row.mma], row.computes_in(precision)
+    for engine in row.copy:
+        if engine not in target.copy:
+            return "copy", f"{target.name} has no copy engine {engine!r}; it has {', '.join(target.copy)}"
+    if compute not in kind.elements:
+        key = "compute" if row.compute else "precision"
+        return key, f"{target.name} {kind.name} cannot compute {compute!r}; it multiplies {', '.join(kind.elements)}"
+    for role in operator.roles:
+        if role != "output" and role not in precision.roles:
+            return "precision", f"{precision.name} has no {role}, which {operator.name} reads"
+    for role in row.operands:
+        if role not in operator.roles:
+            return "operands", f"{operator.name} reads no {role}"
+    if precision.name not in operator.tolerance:
+        return "precision", f"{operator.name} states no tolerance for {precision.name}"
+    return None
 
 
 def _at(row: KernelRow, key: str, sentence: str) -> SpecError:

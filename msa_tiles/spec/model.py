@@ -65,6 +65,8 @@ class Target:
     mma: Mapping[str, MmaKind]
     copy: Mapping[str, tuple[str, ...]]  # copy engine -> opcodes to find
     forbid: tuple[str, ...]
+    inherits: str  # the target that it is as, but for what its file says; empty where it says all
+    on_request: bool  # whether its kernels are generated only where somebody names the target
     where: Location = field(compare=False)
 
     @property
@@ -245,7 +247,7 @@ class KernelRow:
     """One kernel wanted: one cell. A row of a spec over several targets and precisions becomes several of these."""
 
     dsl: str
-    target: str
+    target: str  # empty as it is read: every one that can run it
     precision: str
     algorithm: str  # empty where the operator has one
     compute: str | None  # None: the kernel multiplies as its precision says
@@ -262,6 +264,7 @@ class KernelRow:
     ci: str  # pairs | values: which points of the operator's `variants.ci` continuous integration compiles
     where: Location = field(compare=False)
     key_lines: Mapping[str, Location] = field(compare=False)
+    derived: bool = False  # whether the row names no such target, but its mma or one that the target inherits from
 
     @property
     def cell(self) -> str:

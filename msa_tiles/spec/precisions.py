@@ -12,12 +12,13 @@ STORAGE_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8, "float8_e8m0f
 SCALE_GRANULARITIES = ("tensor", "head", EACH_TOKEN, "group")
 
 
-def read_precisions(root: Node) -> tuple[dict[str, Format], dict[str, Precision]]:
-    """Formats by name, and precisions by name."""
-    keys = root.fields(("formats", "precisions"))
-    formats = {name: _format(name, node) for name, node in keys["formats"].named().items()}
+def read_precisions(root: Node, *above: Node) -> tuple[dict[str, Format], dict[str, Precision]]:
+    """Formats by name, and precisions by name. Those of files `above` go before those of the same names."""
+    files = [root.fields(("formats", "precisions")), *(each.fields((), ("formats", "precisions")) for each in above)]
+    nodes = {part: {k: v for keys in files if part in keys for k, v in keys[part].named().items()} for part in files[0]}
+    formats = {name: _format(name, node) for name, node in nodes["formats"].items()}
     precisions: dict[str, Precision] = {}
-    for name, node in keys["precisions"].named().items():
+    for name, node in nodes["precisions"].items():
         precisions[name] = precision = _precision(name, node, formats)
         if name in {format.group for format in formats.values()} and name != precision.group:
             raise node.error(f"precision {name!r} has the name of a group that it does not belong to")

@@ -182,6 +182,7 @@ def _card(device: torch.device) -> str:
 
 
 def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None) -> None:
+    make_directory(generated)
     document = read_verified(generated)
     if entry is not None:
         document[cell.id] = dict(entry)

@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 from fakes import LIBRARY, VERSION, Fake, install
 
+from msa_tiles import trust
 from msa_tiles.runtime import cache as cache_module
-from msa_tiles.runtime import compiler, evidence, trust
+from msa_tiles.runtime import compiler, evidence
 from msa_tiles.runtime.cache import Cache, CacheError, Entry, default_root
 from msa_tiles.runtime.compiler import CompileError, cache_key
 from msa_tiles.runtime.registry import Cell

@@ -46,7 +46,7 @@ def support(capsys: pytest.CaptureFixture[str]) -> dict:
 def test_support_prints_an_object_for_each_cell(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
     row = support(capsys)
     wanted = ["id", "op", "dsl", "target", "precision", "group", "algorithm", "status", "flags", "file", "digest"]
-    assert list(row) == [*wanted, "verified", "compiled", "timed"]
+    assert list(row) == [*wanted, "tree", "verified", "compiled", "timed"]
     assert (row["verified"], row["compiled"], row["timed"]) == (None, None, [])
     assert [row[name] for name in wanted[1:7]] == ["scale_rows", "tilelang", "sm90", "bf16", "bf16", ""]
     assert (row["status"], row["flags"]) == ("generated", ["generated"])

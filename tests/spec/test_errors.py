@@ -97,9 +97,10 @@ MISTAKES = {
     "scales of a dim that is none":
         (SELECT, "scaled: [key_scales]", "scaled: [topk]", 0, "scaled.* 'topk'; it must be one of head_dim"),
     "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
-    "unknown target": (ATTENTION, "targets: [sm90]", "targets: [sm91]", 0, "unknown target 'sm91'; known: sm100, sm90"),
+    "unknown target": (TOPK, "targets: [sm90]", "targets: [sm91]", 0, "unknown target 'sm91'; known: sm100, sm103"),
     "unknown precision": (ATTENTION, "precisions: [bf16]", "precisions: [int4]", 0, "unknown precision 'int4'"),
-    "unknown mma kind": (ATTENTION, "mma: wgmma", "mma: tcgen05", 0, "unknown mma 'tcgen05'; known: wgmma, simt"),
+    "unknown mma kind": (TOPK, "mma: simt", "mma: tcgen05", 0, "unknown mma 'tcgen05'; known: wgmma, simt"),
+    "mma kind of no target": (ATTENTION, "mma: wgmma", "mma: mma", 0, "unknown mma 'mma'; known: wgmma, simt; unknown"),
     "unknown copy engine": (ATTENTION, "[tma_load, tma_store]", "[tensor_memory]", 0, "sm90 has no copy engine"),
     "precision the target cannot compute":
         (ATTENTION, "    mma: wgmma", "    mma: simt", -1,
@@ -109,7 +110,7 @@ MISTAKES = {
     "no tolerance": (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0, "states no tolerance for q16kv8"),
     "precision without what the operator reads":
         (SELECT, "precisions: [bf16]", "precisions: [q16kv8]", 0, "q16kv8 has no index_key, which select_blocks reads"),
-    "no target at all": (ATTENTION, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),
+    "no target at all": (TOPK, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),
     "precision twice": (ATTENTION, "precisions: [bf16]", "precisions: [bf16, bf16]", 0, "lists 'bf16' twice"),
     "adjustment of no cell":
         (ATTENTION, "    mma: wgmma", "    adjust: {sm100: {threads: '128'}}\n    mma: wgmma", 0,

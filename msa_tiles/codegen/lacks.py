@@ -1,0 +1,76 @@
+"""What a target has no kernels of, why, and what would have to be written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from msa_tiles.codegen.own import produce_for
+from msa_tiles.spec import KernelRow, Operator, Specs, Target
+from msa_tiles.spec.loader import unfit
+
+
+@dataclass(frozen=True)
+class Lack:
+    """An operator that a target lacks, in some precisions where it has others."""
+
+    operator: str
+    reason: str
+    remedy: str
+
+
+def lacks(specs: Specs, name: str, present: Collection[str] | None = None, ops: Collection[str] = ()) -> list[Lack]:
+    """What a target lacks of the operators, or of `ops`, in the precisions in which some target has them.
+
+    With the ids of the cells that are `present` it lacks also what could be generated and is not.
+    """
+    target, made = specs.targets[name], produce_for(specs, name)
+    cells = {plan.cell: plan for plan in made.plans}
+    found: list[Lack] = []
+    for op, operator in specs.operators.items():
+        if ops and op not in ops:
+            continue
+        precisions = list(dict.fromkeys(row.precision for row in operator.kernels))
+        missing: dict[tuple[str, str], list[str]] = {}
+        for precision in precisions:
+            can = [cell for cell, plan in cells.items() if (plan.op, plan.precision) == (op, precision)]
+            if not can:
+                cannot = (why.partition(": ") for cell, why in made.unfit.items() if cell.startswith(f"{op}."))
+                sentences = [why for cell, _, why in cannot if precision in cell.split(".")]
+                missing.setdefault(_reason(operator, precision, target, specs, sentences), []).append(precision)
+            elif present is not None and not any(cell in present for cell in can):
+                remedy = f"nothing: msa-tiles generate --tree DIR --target {name}"
+                missing.setdefault(("it can be generated and is not", remedy), []).append(precision)
+        for (reason, remedy), named in missing.items():
+            what = op if named == precisions else f"{op} ({', '.join(named)})"
+            found.append(Lack(what, reason, remedy))
+    return found
+
+
+def _reason(operator: Operator, precision: str, target: Target, specs: Specs, sentences: list[str]) -> tuple[str, str]:
+    """Why a target has no kernel of an operator in a precision, and what would have to be written."""
+    file, rows = f"specs/operators/{operator.name}.yaml", list(_rows(operator, precision, target))
+    if sentences:
+        return sentences[0], f"a row with another tile in {file}"
+    families = dict.fromkeys(row.mma for row in rows)
+    if not any(family in target.mma for family in families):
+        own = [family for family in target.mma if family != "simt"]
+        place = f"skeletons/<dsl>/{own[0] if own else '<family>'}/{operator.name}.py"
+        needs = "" if own else f", a family beside simt in specs/targets/{target.name}.yaml"
+        have = ", ".join(target.mma)
+        return (
+            f"it multiplies with {' or '.join(families)}; {target.name} has {have}",
+            f"{place}{needs}, a row in {file}",
+        )
+    for row in rows:
+        if row.mma in target.mma:
+            other = dataclasses.replace(row, target=target.name)
+            if refusal := unfit(other, operator, specs.targets, specs.precisions):
+                return refusal[1], f"a row for {target.name} in {file}, and a skeleton that does without"
+    named = ", ".join(dict.fromkeys(row.target for row in rows))
+    return f"its rows are for {named} alone", f"a row with targets: [{target.name}] in {file}"
+
+
+def _rows(operator: Operator, precision: str, target: Target) -> Iterator[KernelRow]:
+    return (row for row in operator.kernels if row.precision == precision and row.target != target.name)

@@ -1,0 +1,53 @@
+"""What the tree on top of those in use declares, beyond the trees beneath it and the installation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from msa_tiles import paths, trees
+from msa_tiles.codegen.emit import SKELETONS
+from msa_tiles.codegen.index import INDEX, joined
+from msa_tiles.codegen.writer import Generated, produce
+from msa_tiles.spec import Specs, load
+from msa_tiles.spec.model import frozen
+
+
+def specs_in_use() -> Specs:
+    """The shipped specs, with what the trees in use extend or replace. Raises SpecError."""
+    return load(*trees.specs_dirs())
+
+
+def produce_own(specs: Specs, requested: Collection[str] = ()) -> Generated:
+    """Render the cells of the tree on top: those that are new or other than beneath it.
+
+    Targets that are generated on request count where they are `requested`, and where the tree has kernels of them.
+
+    Raises SpecError, and ValueError where an index is malformed or there is no tree.
+    """
+    top, *others = trees.stack()
+    folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
+    lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if _is_generated(tree))]
+    present = joined([top.generated])["cells"] if _is_generated(top) else []
+    wanted = {*requested, *(cell["target"] for cell in present)}
+    return produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
+
+
+def produce_for(specs: Specs, target: str) -> Generated:
+    """Render all cells of a target, as the trees in use have them, to see which there can be."""
+    folders = (*(tree.skeletons for tree in trees.stack()), SKELETONS)
+    return produce(only(specs, target), folders, requested=(target,))
+
+
+def only(specs: Specs, target: str) -> Specs:
+    """The specs with the kernels of one target."""
+    kernels = {
+        name: tuple(row for row in operator.kernels if row.target == target)
+        for name, operator in specs.operators.items()
+    }
+    operators = {name: dataclasses.replace(each, kernels=kernels[name]) for name, each in specs.operators.items()}
+    return dataclasses.replace(specs, operators=frozen(operators))
+
+
+def _is_generated(tree: trees.Tree) -> bool:
+    return (tree.generated / INDEX).is_file()

@@ -1,0 +1,62 @@
+"""`inherits: NAME`: what a file does not say itself, the file of that name says for it.
+
+A key that the heir has replaces the whole key of its parent, but for an operator's `kernels`, whose rows are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msa_tiles.spec.source import Node
+
+KEY = "inherits"
+
+
+@dataclass(frozen=True)
+class Heir(Node):
+    """A file's mapping with what it inherits. Every value knows its own file and line."""
+
+    parent: Node
+
+    def entries(self) -> dict[str, Node]:
+        inherited = {key: node for key, node in self.parent.entries().items() if key != KEY}
+        return inherited | super().entries()
+
+
+def resolved(layers: Iterable[Iterable[Node]]) -> dict[str, Node]:
+    """The files of several directories by their names, the highest directory's last, with what they inherit.
+
+    A file inherits from another of its directory or of those beneath, or from the one of its own name beneath.
+
+    Raises SpecError where there is no such file, or where files inherit from each other.
+    """
+    found: dict[str, Node] = {}
+    for layer in layers:
+        own = {Path(root.where.file).stem: root for root in layer}
+        found |= {name: _heir(name, own, dict(found), ()) for name in own}
+    return found
+
+
+def _heir(name: str, own: Mapping[str, Node], beneath: Mapping[str, Node], heirs: tuple[str, ...]) -> Node:
+    root = own[name]
+    key = root.entries().get(KEY)
+    if key is None:
+        return root
+    parent = key.identifier()
+    if parent in own and parent != name:
+        if parent in heirs:
+            raise key.error(f"{', '.join((*heirs, name))} inherit from each other")
+        return Heir(root.yaml, root.where, root.name, _heir(parent, own, beneath, (*heirs, name)))
+    if parent not in beneath:
+        known = ", ".join(sorted({*own, *beneath} - {name})) or "none"
+        raise key.error(f"there is no {parent!r} to inherit from; there is {known}")
+    return Heir(root.yaml, root.where, root.name, beneath[parent])
+
+
+def lineage(root: Node) -> Iterator[Node]:
+    """A file's own mapping and those that it inherits from, the furthest first, each without what it inherits."""
+    if isinstance(root, Heir):
+        yield from lineage(root.parent)
+    yield Node(root.yaml, root.where, root.name)

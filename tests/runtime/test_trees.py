@@ -1,0 +1,380 @@
+"""Trees of one's own: what they declare goes before what is shipped, as long as they are in use, and no longer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import msa_tiles
+from msa_tiles import cli, ops, paths, trees
+from msa_tiles.codegen.emit import SKELETONS
+from msa_tiles.dsl.cutedsl import operands
+from msa_tiles.launch import lookup
+from msa_tiles.library.remember import Remembered
+from msa_tiles.runtime import dispatch, evidence, toolchain, tuned
+from msa_tiles.runtime.dispatch import decide, find_kernel
+from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
+from msa_tiles.runtime.registry import Registry, RegistryError, default_registry
+
+CELL = "sparse_decode.cutedsl.sm90.bf16"
+OPERATOR = """op: sparse_decode
+inherits: sparse_decode
+rules:
+  - num_q_heads % num_kv_heads == 0
+  - topk <= 64
+  - num_kv_heads <= 1000
+kernels:
+  - dsl: cutedsl
+    targets: [sm90]
+    precisions: [bf16]
+    mma: wgmma
+    copy: [tma_load]
+    tile: {stages: 3}
+    expect: [SYNCS]
+    features: [paged, q_positions, expanded]
+"""
+TARGET = """target: sm90small
+inherits: sm90
+summary: a made-up Hopper with less shared memory
+shared_memory: {per_block: 101376, per_sm: 102400}
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.suffix in (".py", ".json", ".yaml")}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One row of an operator with another tile and another rule, and a target that inherits, generated."""
+    directory = tmp_path_factory.mktemp("own").resolve()
+    write(directory / "specs/operators/sparse_decode.yaml", OPERATOR)
+    write(directory / "specs/targets/sm90small.yaml", TARGET)
+    shipped = [paths.specs_dir(), paths.generated_dir()]
+    before = list(map(contents, shipped))
+    assert cli.main(["generate", "--tree", str(directory)]) == 0
+    assert list(map(contents, shipped)) == before, "the installation was written to"
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """No test leaves a tree in use."""
+    before, path = trees.stack(), list(operands.__path__)
+    yield
+    assert (trees.stack(), operands.__path__) == (before, path)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def call(registry: Registry, target: str) -> CallFacts:
+    [cell] = registry.select("sparse_decode", "cutedsl", "sm90", "bf16")
+    return CallFacts("sparse_decode", torch.device("cuda"), "bf16", cell.ci[0])
+
+
+def test_a_tree_generates_what_is_other_than_beneath(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = json.loads((tree / "generated/index.json").read_text())
+    assert list(index["targets"]) == ["sm90small"] and not index["precisions"] and not index["formats"]
+    ids = {cell["id"] for cell in index["cells"]}
+    assert {each for each in ids if ".sm90small." not in each} == {CELL}
+    assert "topk_select.tilelang.sm90small.bf16" in ids
+    assert not any(each.startswith("sparse_attention.") for each in ids), "its tiles do not fit"
+    text = (tree / "generated/cutedsl/sm90/sparse_decode_bf16.py").read_text()
+    shipped = (paths.generated_dir() / "cutedsl/sm90/sparse_decode_bf16.py").read_text()
+    assert "\nSTAGES = 3\n" in text and "\nSTAGES = 2\n" in shipped
+    assert cli.main(["generate", "--check", "--tree", str(tree)]) == 0
+    assert f"{len(ids)} kernels are what their specs say" in capsys.readouterr().out
+
+
+def test_its_kernels_win_for_what_it_declares_and_go_with_it(tree: Path) -> None:
+    before = default_registry()
+    [shipped] = before.select("sparse_decode", "cutedsl", "sm90", "bf16")
+    with msa_tiles.use_tree(tree) as used:
+        assert used.directory == tree
+        registry = default_registry()
+        [cell] = registry.select("sparse_decode", "cutedsl", "sm90", "bf16")
+        assert (cell.tree, cell.replaces, cell.file) == (
+            tree,
+            True,
+            tree / "generated/cutedsl/sm90/sparse_decode_bf16.py",
+        )
+        others = [each for each in registry.cells if each.tree is None]
+        assert others == [each for each in before.cells if each.id != CELL]
+        chosen = decide(call(registry, "sm90"), target_facts(registry.targets["sm90"]), registry, "cutedsl").chosen
+        assert chosen is not None and chosen.cell is cell
+        assert registry.directory == tree / "generated" and registry.below == (paths.generated_dir(),)
+        [broken] = lookup.broken_rules("sparse_decode", num_kv_heads=1001)
+        assert broken == "num_kv_heads = 1001, wanted num_kv_heads <= 1000"
+    assert default_registry() is before
+    assert lookup.broken_rules("sparse_decode", num_kv_heads=1001) == ()
+    assert shipped in default_registry().cells
+
+
+def test_a_call_on_the_cpu_is_what_it_was(tree: Path) -> None:
+    q, k = torch.randn(3, 8, 64, generator=torch.manual_seed(0)), torch.randn(256, 4, 64)
+    ids = torch.zeros(4, 3, 1, dtype=torch.int32)
+    plain = ops.sparse_decode(q, k, k, ids)
+    with msa_tiles.use_tree(tree):
+        assert torch.equal(ops.sparse_decode(q, k, k, ids), plain)
+
+
+def test_what_dispatch_has_found_is_there_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "obtain", lambda *_: None)
+    monkeypatch.setattr(dispatch, "Kernel", lambda cell, *_: types.SimpleNamespace(cell=cell))
+    monkeypatch.setattr(dispatch, "device_facts", lambda *_: target_facts(default_registry().targets["sm90"]))
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    monkeypatch.setattr(toolchain, "missing", lambda _: None)
+    facts = call(default_registry(), "sm90")
+    before = find_kernel("sparse_decode", facts, "cutedsl")
+    with msa_tiles.use_tree(tree):
+        during = find_kernel("sparse_decode", facts, "cutedsl")
+        assert (before.cell.tree, during.cell.tree) == (None, tree)
+        assert find_kernel("sparse_decode", facts, "cutedsl") is during
+    assert find_kernel("sparse_decode", facts, "cutedsl") is before
+    with msa_tiles.use_tree(tree):
+        assert find_kernel("sparse_decode", facts, "cutedsl") is not during, "the tree may have been generated anew"
+
+
+def test_operators_forget_the_calls_that_they_remember(tree: Path) -> None:
+    remembered: Remembered[str] = Remembered()
+    remembered.keep("call", "shipped")
+    with msa_tiles.use_tree(tree):
+        assert remembered.get("call") is None
+        remembered.keep("call", "own")
+        assert remembered.get("call") == "own"
+    assert remembered.get("call") is None
+
+
+def test_explain_and_support_say_where_a_kernel_comes_from(
+    tree: Path, capsys: pytest.CaptureFixture[str], own_cache: None
+) -> None:
+    assert cli.main(["explain", "sparse_decode", "--device", "sm90", "--backend", "cutedsl", "--tree", str(tree)]) == 0
+    out = capsys.readouterr().out
+    assert f"  {CELL} (of the tree {tree}, in place of the one beneath): serves it" in out
+    assert f"Runs {CELL}, from {tree}/generated/cutedsl/sm90/sparse_decode_bf16.py" in out
+    assert cli.main(["support", "--op", "sparse_decode", "--json", "--tree", str(tree)]) == 0
+    rows = {(row["dsl"], row["precision"]): row["tree"] for row in json.loads(capsys.readouterr().out)}
+    assert rows.pop(("cutedsl", "bf16")) == str(tree) and set(rows.values()) == {None}
+    assert cli.main(["support", "--op", "sparse_decode", "--tree", str(tree)]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "from",
+        "shipped",
+        "shipped",
+        str(tree),
+        "shipped",
+    ]
+    assert cli.main(["explain", "sparse_decode", "--device", "sm90"]) == 0
+    assert str(tree) not in capsys.readouterr().out
+
+
+def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_it(tree: Path) -> None:
+    with msa_tiles.use_tree(tree):
+        registry = default_registry()
+        small = target_facts(registry.targets["sm90small"])
+        [topk] = registry.select("topk_select", "cutedsl", "sm90small")
+        facts = CallFacts("topk_select", torch.device("cuda"), "bf16", topk.ci[0])
+        assert decide(facts, small, registry, "cutedsl").chosen.cell is topk  # type: ignore[union-attr]
+        decision = decide(call(registry, "sm90small"), small, registry, "cutedsl")
+        assert decision.chosen.cell.id == CELL  # type: ignore[union-attr]
+        blackwell = target_facts(registry.targets["sm100"])
+        assert decide(facts, blackwell, registry, "cutedsl").chosen is None
+
+
+def test_a_device_is_of_the_targets_of_a_tree_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = type("Properties", (), {"major": 9, "minor": 0, "name": "a card", "multi_processor_count": 1})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: made_up)
+    cuda = torch.device("cuda", 0)
+    assert device_facts(cuda, default_registry().targets.values()).target == "sm90"
+    with msa_tiles.use_tree(tree):
+        found: DeviceFacts = device_facts(cuda, default_registry().targets.values())
+        assert found.target == "sm90small"
+
+
+def test_trees_stack_and_leave_in_any_order(tree: Path, tmp_path: Path) -> None:
+    empty = tmp_path.resolve()
+    first = msa_tiles.use_tree(tree)
+    epoch = trees.epoch()
+    second = msa_tiles.use_tree(empty)
+    assert [each.directory for each in trees.stack()] == [empty, tree]
+    # Nothing is generated there yet: kernels are those beneath, evidence would be the tree's own.
+    registry = default_registry()
+    assert registry.directories == (empty / "generated", tree / "generated", paths.generated_dir())
+    assert next(cell for cell in registry.cells if cell.id == CELL).tree == tree
+    with msa_tiles.use_tree(tree):
+        assert [each.directory for each in trees.stack()] == [tree, empty]
+    assert [each.directory for each in trees.stack()] == [empty, tree]
+    first.__exit__()
+    assert [each.directory for each in trees.stack()] == [empty]
+    second.__exit__()
+    assert trees.epoch() != epoch
+    for left in trees.stack():
+        trees.use(left.directory).__exit__()
+
+
+def test_the_variable_names_trees_as_path_does(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "_state", None)
+    monkeypatch.setenv(trees.VARIABLE, os.pathsep.join(["", str(tmp_path), str(tree), str(tmp_path)]))
+    assert [each.directory for each in trees.stack()] == [tmp_path.resolve(), tree]
+    monkeypatch.setattr(trees, "_state", None)
+    monkeypatch.setenv(trees.VARIABLE, str(tmp_path / "missing"))
+    with pytest.raises(trees.TreeError, match=rf"{trees.VARIABLE}: there is no directory {tmp_path}/missing"):
+        trees.stack()
+    assert cli.main(["support"]) == 2
+    monkeypatch.setattr(trees, "_state", None)
+    monkeypatch.delenv(trees.VARIABLE)
+
+
+def test_what_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "notes.txt", "")
+    for path, sentence in (
+        (tmp_path / "none", "there is no directory"),
+        (tmp_path / "notes.txt", "there is no directory"),
+        (tmp_path, "it has none of the folders specs, skeletons, operands, generated"),
+    ):
+        with pytest.raises(trees.TreeError, match=sentence):
+            msa_tiles.use_tree(path)
+    assert cli.main(["support", "--tree", str(tmp_path / "none")]) == 2
+    assert f"msa-tiles support: there is no directory {tmp_path.resolve()}/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "part", ["", "specs", "specs/targets", "specs/targets/sm90small.yaml", "generated/__pycache__/a.pyc"]
+)
+def test_a_tree_that_others_may_write_to_is_refused(part: str, tmp_path: Path) -> None:
+    write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
+    write(tmp_path / "generated/__pycache__/a.pyc", "")
+    path = tmp_path / part
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(trees.TreeError, match=r"may be written to by others \(mode .*a tree is code; `chmod -R go-w"):
+        msa_tiles.use_tree(tmp_path)
+    path.chmod(path.stat().st_mode & ~0o022)
+    msa_tiles.use_tree(tmp_path).__exit__()
+
+
+def test_a_link_in_a_tree_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
+    (tmp_path / "skeletons").symlink_to(SKELETONS)
+    with pytest.raises(trees.TreeError, match="skeletons is a symbolic link"):
+        msa_tiles.use_tree(tmp_path)
+
+
+def test_what_python_made_for_bytecode_is_closed_to_others(tmp_path: Path) -> None:
+    made = write(tmp_path / "generated/cutedsl/__pycache__/a.pyc", "").parent
+    made.chmod(0o775)
+    msa_tiles.use_tree(tmp_path).__exit__()
+    assert made.stat().st_mode & 0o777 == 0o755
+
+
+def test_evidence_is_of_the_highest_tree_that_knows_the_digest(tree: Path, tmp_path: Path) -> None:
+    shutil.copytree(tree, tmp_path / "own")
+    with msa_tiles.use_tree(tmp_path / "own"):
+        registry = default_registry()
+        own = next(cell for cell in registry.cells if cell.id == CELL)
+        other = registry.select("combine", "cutedsl", "sm90")[0]
+        shipped = evidence.read_compiled(paths.generated_dir()).get(other.id)
+        # What an earlier state of the tree left behind hides nothing.
+        evidence.record_compiled(registry.directory, {own.id: {"digest": own.digest}, other.id: {"digest": "old"}})
+        found = evidence.compiled_of(registry)
+        assert found[own.id] == {"digest": own.digest}
+        assert found[other.id] == (shipped if shipped and shipped["digest"] == other.digest else {"digest": "old"})
+        assert (registry.directory / "compiled.json").is_file()
+    assert CELL not in evidence.compiled_of(default_registry()) or default_registry() is not registry
+
+
+def test_figures_of_a_tree_go_before_those_beneath(tmp_path: Path) -> None:
+    low, high = tmp_path / "low", tmp_path / "high"
+    figure = tuned.Figure("combine", "sm90", "bf16", "w", 1, "card", "2026-01-01", {"a": 1.0}, {})
+    tuned.write(low, [figure, dataclasses.replace(figure, workload="v")])
+    tuned.write(high, [dataclasses.replace(figure, ms={"a": 2.0})])
+    assert sorted((each.workload, each.ms["a"]) for each in tuned.figures_of(high, low)) == [("v", 1.0), ("w", 2.0)]
+
+
+def test_nothing_is_written_to_an_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trees, "INSTALLATION", paths.generated_dir().parent)
+    assert cli.main(["generate"]) == 2
+    assert "came with the installation, which is not written to: name a tree of your own" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"is not written to: name a tree of your own, --tree DIR or MSA_TILES_TREE"):
+        evidence.record_compiled(paths.generated_dir(), {})
+    assert cli.main(["generate", "--specs", str(tmp_path)]) == 2
+    assert "say where to write, --out DIR" in capsys.readouterr().err
+    assert cli.main(["generate", "--tree", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "leave out --specs and --out" in capsys.readouterr().err
+
+
+def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
+    assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_skeleton_of_a_tree_replaces_the_shipped_one_of_its_cells_alone(tmp_path: Path) -> None:
+    name = "cutedsl/simt/combine.py"
+    text = (SKELETONS / name).read_text()
+    write(tmp_path / "skeletons" / name, text + "\n\nOWN = 1\n")
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    index = json.loads((tmp_path / "generated/index.json").read_text())
+    assert {cell["id"] for cell in index["cells"]} == {f"combine.cutedsl.{target}.bf16" for target in ("sm90", "sm100")}
+    assert [path.name for path in (tmp_path / "generated").rglob("*.py")] == ["combine_bf16.py"]
+    assert "\nOWN = 1\n" in (tmp_path / "generated/cutedsl/sm90/combine_bf16.py").read_text()
+
+
+def test_operands_of_a_tree_are_found_while_it_is_in_use(tmp_path: Path) -> None:
+    write(tmp_path / "a/generated/operands/cutedsl/bytes.py", "WHERE = 'a'\n")
+    write(tmp_path / "b/generated/operands/cutedsl/bytes.py", "WHERE = 'b'\n")
+    name = f"{operands.__name__}.bytes"
+    for place in "ab":
+        with msa_tiles.use_tree(tmp_path / place):
+            assert place == importlib.import_module(name).WHERE
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+    for place in "ab":
+        shutil.copy(paths.generated_dir() / "index.json", tmp_path / place / "generated")
+        index = json.loads((tmp_path / place / "generated/index.json").read_text())
+        (tmp_path / place / "generated/index.json").write_text(json.dumps({**index, "cells": []}))
+    sentence = r"bytes\.py has the name of .*give one of them another name"
+    a, b = tmp_path / "a", tmp_path / "b"
+    with msa_tiles.use_tree(a), msa_tiles.use_tree(b), pytest.raises(RegistryError, match=sentence):
+        default_registry()
+
+
+@pytest.mark.slow
+def test_a_kernel_of_a_tree_compiles_and_its_audit_is_recorded_there(
+    tree: Path, tmp_path: Path, own_cache: None
+) -> None:
+    try:
+        toolchain.require_compiler("cutedsl")
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    own = tmp_path / "own"
+    shutil.copytree(tree, own)
+    index = json.loads((own / "generated/index.json").read_text())
+    [cell] = (cell for cell in index["cells"] if cell["id"] == CELL)
+    cell["ci"] = cell["ci"][:1]
+    (own / "generated/index.json").write_text(json.dumps(index))
+    one = ["--op", "sparse_decode", "--dsl", "cutedsl", "--target", "sm90", "--precision", "bf16", "--tree", str(own)]
+    assert cli.main(["build", "--audit", *one]) == 0
+    assert list(json.loads((own / "generated/compiled.json").read_text())) == [CELL]
+    with msa_tiles.use_tree(own):
+        registry = default_registry()
+        [made] = registry.select("sparse_decode", "cutedsl", "sm90", "bf16")
+        assert evidence.is_recorded(made, registry.targets["sm90"], evidence.compiled_of(registry))
