@@ -1,4 +1,4 @@
-"""Writes the support table of README.md from `generated/`: `python perf/support_table.py [--check]`."""
+"""Writes README.md's tables of support and accuracy from `generated/`: `python perf/support_table.py [--check]`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from msa_tiles.commands.support import is_generated
 from msa_tiles.runtime import evidence
+from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.registry import Cell, Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-BEGIN = "<!-- support table: written by perf/support_table.py -->\n"
 DSL_NAMES = {"tilelang": "TileLang", "cutedsl": "CuTe DSL"}
-END = "<!-- end of support table -->\n"
+EARLIER = "\\*"  # beside the error of a kernel that has changed since
 
 
 def table(registry: Registry) -> str:
@@ -61,24 +61,45 @@ def _by_target(cells: Sequence[Cell], group: str, status: Callable[[Cell], str])
             yield f"{name}: {', '.join(f'{DSL_NAMES[dsl]} {what}' for dsl, what in found.items())}"
 
 
-def updated(text: str, rows: str) -> str:
-    """`text` with `rows` between the markers. Raises ValueError when a marker is missing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def accuracy(registry: Registry) -> str:
+    """Markdown: a row for each output of an operator and precision on a target, a column for each DSL."""
+    cells = {cell.id: cell for cell in registry.cells}
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for error in accuracies(registry.cells, evidence.read_verified(registry.directory)):
+        cell = cells[error.cell]
+        accepted = "" if error.accepted is None else f"{error.accepted:g}"
+        card = error.card.removeprefix("NVIDIA ").partition(" ")[0]
+        row = (cell.op, cell.precision, cell.target, error.output, error.metric, accepted)
+        found.setdefault(row, {})[cell.dsl] = f"{error.worst:.2g} on {card}{'' if error.current else EARLIER}"
+    names = ("operator", "precision", "target", "output", "error", "accepted", *DSL_NAMES.values())
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for (op, *row), errors in sorted(found.items()):
+        lines.append(f"| {' | '.join((f'`{op}`', *row, *(errors.get(dsl, '') for dsl in DSL_NAMES)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(text: str, name: str, rows: str) -> str:
+    """`text` with `rows` between the markers of that table. Raises ValueError when a marker is missing."""
+    first, last = f"<!-- {name} table: written by perf/support_table.py -->\n", f"<!-- end of {name} table -->\n"
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{README} lacks the line {(END if begin else BEGIN).strip()!r}")
-    return f"{before}{BEGIN}{rows}{END}{after}"
+        raise ValueError(f"{README} lacks the line {(last if begin else first).strip()!r}")
+    return f"{before}{first}{rows}{last}{after}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes the support table of README.md from generated/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is out of date")
+    parser = argparse.ArgumentParser(
+        description="Writes the tables of support and accuracy in README.md from generated/."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when one is out of date")
     args = parser.parse_args()
     present = README.read_text(encoding="utf-8")
-    wanted = updated(present, table(Registry.read(ROOT / "generated")))
+    registry = Registry.read(ROOT / "generated")
+    wanted = updated(updated(present, "support", table(registry)), "accuracy", accuracy(registry))
     if args.check:
         if present != wanted:
-            sys.stderr.write("README.md: the support table is out of date; run `python perf/support_table.py`\n")
+            sys.stderr.write("README.md: its tables are out of date; run `python perf/support_table.py`\n")
         return int(present != wanted)
     README.write_text(wanted, encoding="utf-8")
     return 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from msa_tiles.cli import main
+from msa_tiles.runtime.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +37,12 @@ def test_the_python_example_runs_and_gives_what_its_comments_say(monkeypatch):
     assert names["out"].shape == (320, 64, 128) and names["lse"].shape == (320, 64)
 
 
-def test_the_support_table_is_what_the_evidence_says():
+def test_precisions_that_are_promised_have_kernels():
+    promised = set(re.findall(r"`(q\d+k\w+)`", TEXT + (ROOT / "CHANGELOG.md").read_text()))
+    assert promised and promised <= {cell.precision for cell in Registry.read(ROOT / "generated").cells}
+
+
+def test_the_tables_are_what_the_evidence_says():
     done = subprocess.run(
         [sys.executable, str(ROOT / "perf/support_table.py"), "--check"], capture_output=True, text=True, check=False
     )
@@ -60,4 +66,9 @@ def test_every_command_named_exists(name, capsys):
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^):]+)\)", TEXT))))
 def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
+    path, _, section = link.partition("#")
+    assert (ROOT / path).exists()
+    if section:
+        text = (ROOT / (path or "README.md")).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+        assert section in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
