@@ -13,8 +13,9 @@ import pytest
 import torch
 
 CAPABILITY_MAJOR = 9
-# How long an example takes is the machine's business, not the code's.
-hypothesis.settings.register_profile("msa_tiles", deadline=None)
+# How long an example takes is the machine's business, not the code's. Nothing is kept between runs: an example that
+# failed once would be tried again in that checkout for ever, whatever has become of it. The seed repeats a run.
+hypothesis.settings.register_profile("msa_tiles", deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("msa_tiles")
 
 
@@ -27,9 +28,12 @@ def _why_no_gpu() -> str | None:
     return None
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option
+def pytest_configure(config: pytest.Config) -> None:
     """The seed of whatever a run draws by itself; workers are started later and take it over."""
     os.environ.setdefault("MSA_TILES_SEED", str(random.randrange(1 << 31)))
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = os.environ["MSA_TILES_SEED"]
 
 
 def pytest_report_header() -> str:

@@ -9,6 +9,11 @@ import torch
 from msa_tiles import ops
 
 BLOCK = 8
+# Additions in a result of these calls (40 keys, head dim 16), and what exponents are off by: scores are sums of 16
+# products of integers up to 4, over 4.
+TERMS = 40 + 4 * 20 * 64
+# Values are integers up to 4; bfloat16 partial results, merged, and the reference's single result are rounded.
+PARTIAL = {"terms": TERMS, "size": 4.0, "roundings": 3}
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

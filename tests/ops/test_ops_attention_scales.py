@@ -7,8 +7,9 @@ import re
 
 import pytest
 import torch
-from ops.calls import ATTENTION, OPERATORS, call, paged
+from ops.calls import ATTENTION, OPERATORS, PARTIAL, TERMS, call, paged
 from ops.decode_stand_ins import dequantized
+from rounding import close
 
 from msa_tiles import ops, quant
 from msa_tiles.call import backends
@@ -22,7 +23,6 @@ DECODING = ["sparse_decode", "msa_decode"]
 BASES = pytest.mark.parametrize("base", [call, paged], ids=["flat", "paged"])
 PER = ("tensor", "head", "token_head")
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
-CLOSE = {"rtol": 0.02, "atol": 0.05}
 
 
 def powers(shape, seed):
@@ -65,6 +65,14 @@ def answer(op, arguments):
         arguments = arguments | {"block_indices": torch.full((2, 11, 3), 77, dtype=torch.int32)}
     found = OPERATORS[op](**arguments, return_lse=True)
     return (*found, *([arguments["block_indices"]] if op == "msa_decode" else []))
+
+
+def agree(found, wanted, arguments):
+    """The results of kernels and of the reference: out within what the values of its head allow."""
+    values = quant.dequantize(arguments["v"], arguments["v_scale"]).nan_to_num(0.0).abs().float()
+    most = values.transpose(0, 1).flatten(1).amax(1).repeat_interleave(4 // values.shape[1])
+    close(found[0], wanted[0], **PARTIAL | {"size": most[:, None].double()})
+    close(found[1:], wanted[1:], terms=TERMS)
 
 
 @BASES
@@ -267,7 +275,7 @@ def test_decode_kernels_get_every_scale_once(op, base, k_per, v_per, decode_kern
     """A stand-in multiplies by every scale that it is given, of the shape that its variant says."""
     arguments = quantised(op, base, k_per, v_per)
     found, wanted = answer(op, arguments), answer(op, arguments | {"backend": "reference"})
-    torch.testing.assert_close(found, wanted, **CLOSE)
+    agree(found, wanted, arguments)
     (facts,) = (facts for facts in decode_kernels.found if facts.op == "sparse_decode")
     assert (facts.precision, facts.variant["token_scales"]) == ("q16kv8", int("token_head" in (k_per, v_per)))
     given = next(given for op, given in decode_kernels.launched if op == "sparse_decode")
@@ -280,7 +288,7 @@ def test_decode_kernels_get_every_scale_once(op, base, k_per, v_per, decode_kern
 def test_a_step_has_the_precision_of_its_indexer_and_of_its_attention(decode_kernels):
     arguments = quantised("msa_decode", paged, "token_head", "head", index=True)
     found, wanted = (answer("msa_decode", arguments | backend) for backend in ({}, {"backend": "reference"}))
-    torch.testing.assert_close(found, wanted, **CLOSE)
+    agree(found, wanted, arguments)
     precisions = {facts.op: facts.precision for facts in decode_kernels.found}
     assert (precisions["decode_score"], precisions["sparse_decode"]) == ("q8k8", "q16kv8")
     variants = {facts.op: facts.variant for facts in decode_kernels.found}
@@ -303,7 +311,7 @@ def test_other_scales_are_another_call(op, decode_kernels):
             OPERATORS[op](**arguments)
             out = buffers["out"].clone()
             OPERATORS[op](**arguments, backend="reference")
-            torch.testing.assert_close(out, buffers["out"], **CLOSE)
+            agree([out], [buffers["out"]], arguments)
 
 
 @pytest.mark.parametrize("k_per", PER)

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from ops.calls import BLOCK, OPERATORS, call, paged, tensors
+from ops.calls import BLOCK, OPERATORS, PARTIAL, call, paged, tensors
 from ops.decode_stand_ins import SMS
+from rounding import close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from msa_tiles import ops
@@ -18,8 +19,6 @@ from msa_tiles.launch.decode import choose_splits
 from msa_tiles.library import registration
 
 BF16 = torch.bfloat16
-# bfloat16 partial results, merged, against the reference's single result.
-CLOSE = {"rtol": 0.02, "atol": 0.05}
 USED = torch.tensor([9, 0, 20], dtype=torch.int32)
 POSITIONS = torch.tensor([0, 8, 3, 5, -1, 19, 2, 30, 7, 11, 0], dtype=torch.int32)
 LONE = {"cu_seqlens_q": None, "cu_seqlens_k": None}
@@ -55,7 +54,7 @@ def agree(op, arguments, decode_kernels):
     found = OPERATORS[op](**arguments)
     assert decode_kernels.launched
     wanted = OPERATORS[op](**arguments, backend="reference")
-    torch.testing.assert_close(found, wanted, **(CLOSE if op in ("sparse_decode", "msa_decode") else {}))
+    close(found, wanted, **PARTIAL)
 
 
 OPTIONS = {
@@ -164,7 +163,7 @@ class TestSplits:
         for size, splits in ((1, 1), (2 * one - 1, 1), (2 * one, 2), (3 * one - 1, 2), (1 << 20, 2)):
             for workspace in (size, torch.empty(size, dtype=torch.uint8)):
                 decode_kernels.launched.clear()
-                torch.testing.assert_close(ops.sparse_decode(**arguments, workspace=workspace), wanted, **CLOSE)
+                close(ops.sparse_decode(**arguments, workspace=workspace), wanted, **PARTIAL)
                 (_, attend), *merges = decode_kernels.launched
                 assert len(attend["partial_out"]) == splits and len(merges) == (splits > 1)
 
@@ -186,7 +185,7 @@ def test_shares_are_merged(op, decode_kernels):
     attend, merge = (given for _, given in decode_kernels.launched[-2:])
     assert len(attend["partial_out"]) == 2 and attend["partial_out"].dtype == BF16
     assert merge["partial_out"].data_ptr() == attend["partial_out"].data_ptr()
-    torch.testing.assert_close(found, OPERATORS[op](**arguments, return_lse=True, backend="reference"), **CLOSE)
+    close(found, OPERATORS[op](**arguments, return_lse=True, backend="reference"), **PARTIAL)
 
 
 def test_parts_of_a_workspace_do_not_overlap(decode_kernels):
@@ -213,9 +212,7 @@ def test_a_step_refuses_a_small_workspace(decode_kernels):
     size = needed(arguments)
     assert size == 256 + 2 * 4 * (2 * 16 + 4), "scores of 4 heads and 5 blocks, rounded up; two splits of 4 heads"
     wanted = ops.msa_decode(**arguments, backend="reference")
-    torch.testing.assert_close(
-        ops.msa_decode(**arguments, workspace=torch.empty(size, dtype=torch.uint8)), wanted, **CLOSE
-    )
+    close(ops.msa_decode(**arguments, workspace=torch.empty(size, dtype=torch.uint8)), wanted, **PARTIAL)
     message = f"workspace: got {size - 1} bytes; wanted at least {size}, see decode_workspace_bytes"
     with pytest.raises(ValueError, match=message):
         ops.msa_decode(**arguments, workspace=torch.empty(size - 1, dtype=torch.uint8))
@@ -339,7 +336,7 @@ class TestRememberedSteps:
         wanted = second | {name: torch.empty_like(second[name]) for name in names}
         ops.msa_decode(**wanted, backend="reference")
         for name in names:
-            torch.testing.assert_close(second[name], wanted[name], **CLOSE)
+            close(second[name], wanted[name], **PARTIAL)
 
     @pytest.mark.parametrize(
         "change",

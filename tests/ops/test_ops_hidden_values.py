@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ops import calls, training_calls
+from ops.calls import TERMS
 from ops.test_ops_defaults import tensors_of
+from rounding import close
 
 from msa_tiles import ops, reference
 from msa_tiles.reference.batch import read_batch
@@ -42,7 +44,7 @@ def check_same(op: str, arguments: dict[str, Any], changed: dict[str, Any]) -> N
     pairs = list(zip(tensors_of(getattr(ops, op)(**changed)), tensors_of(getattr(ops, op)(**arguments)), strict=True))
     assert pairs
     for got, wanted in pairs:
-        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+        close(got, wanted, terms=TERMS)
         assert not wanted.is_floating_point() or not bool(wanted.isnan().any())
 
 
@@ -74,7 +76,7 @@ def test_rows_that_do_not_see_a_key_do_not_change(op: str, value: float) -> None
     wanted = getattr(ops, op)(**arguments, return_lse=True)
     got = getattr(ops, op)(**poisoned(arguments, last_keys(arguments), value), return_lse=True)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one[rows], other[rows], atol=1e-6, rtol=1e-6)
+        close(one[rows], other[rows], terms=TERMS)
     if math.isnan(value):
         assert bool(got[0][~rows].isnan().any())
 
@@ -110,7 +112,7 @@ def test_gradients_of_what_a_query_does_not_see(sparse: bool) -> None:
     seen[8 if sparse else 0 : 10] = True
     assert bool(dk[seen].isnan().all()) and bool(dv[seen].isnan().all()) and bool(dq[11].isnan().all())
     for got, wanted, rows in zip((dq, dk, dv), clean, (torch.arange(12) < 11, ~seen, ~seen), strict=True):
-        torch.testing.assert_close(got[rows], wanted[rows])
+        close(got[rows], wanted[rows], terms=TERMS)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -129,4 +131,4 @@ def test_a_query_that_sees_nothing_gives_no_gradient(value: float) -> None:
             arguments[name] = arguments[name].clone()
             arguments[name][0] = value
         for got, want in zip(reference.index_kl(**arguments), wanted, strict=True):
-            torch.testing.assert_close(got, want)
+            close(got, want, terms=TERMS)

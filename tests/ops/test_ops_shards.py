@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops.calls import BLOCK, OPERATORS, WITH_OFFSETS, call, paged
+from ops.calls import BLOCK, OPERATORS, TERMS, WITH_OFFSETS, call, paged
 from reference.batches import Batch, batches
+from rounding import close
 
 from msa_tiles import cli, ops
 from msa_tiles.call.where import Where
@@ -145,7 +146,7 @@ def test_attention_reads_the_blocks_of_the_shard(kernels, batch, topk, scheduled
     known = "cu_seqlens_k" in options or "seqused_k" in options
     made = ops.build_schedule(ids, **options) if scheduled and known else None
     found = ops.sparse_attention(q, k, v, ids, schedule=made, return_lse=True, **options)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    close(found, wanted, terms=TERMS)
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 5], [0, 0, 5], [0, 1, 2, 3, 4, 5]], ids=str)
@@ -176,7 +177,7 @@ def test_shards_merge_to_the_whole(kernels, cuts):
     equal(ids, wanted_ids)
     found = [ops.sparse_attention(q, k[rows], v[rows], ids, return_lse=True, **shard) for rows, shard in parts]
     merged = ops.combine(torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found]))
-    torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-5)
+    close(merged, wanted, terms=TERMS)
 
 
 BROKEN = {"k_offset": int32(16, 0, 12), "max_seqlen_k": 48}
@@ -239,7 +240,7 @@ def test_contents_at_the_ends_of_int32(kernels):
     arguments["block_indices"][:, ::2, 0] = BIG.min
     arguments["block_indices"][:, 1::2, 1] = BIG.max
     wanted = ops.sparse_attention(**arguments, return_lse=True, backend="reference")
-    torch.testing.assert_close(ops.sparse_attention(**arguments, return_lse=True), wanted)
+    close(ops.sparse_attention(**arguments, return_lse=True), wanted, terms=TERMS)
     for op in ("index_score", "select_blocks", "topk_select"):
         arguments = call(op) | {name: arguments[name] for name in ("q_positions", "k_offset", "max_seqlen_k")}
         equal(OPERATORS[op](**arguments), OPERATORS[op](**arguments, backend="reference"))

@@ -6,7 +6,20 @@ import inspect
 
 import pytest
 import torch
-from ops.calls import ATTENTION, BLOCK, EVERY_OPERATOR, OPERATORS, RANKERS, SCORERS, WITH_KEYS, call, paged, tensors
+from ops.calls import (
+    ATTENTION,
+    BLOCK,
+    EVERY_OPERATOR,
+    OPERATORS,
+    RANKERS,
+    SCORERS,
+    TERMS,
+    WITH_KEYS,
+    call,
+    paged,
+    tensors,
+)
+from rounding import close
 
 from msa_tiles import ops, reference
 
@@ -73,7 +86,7 @@ def test_results_are_the_reference():
     wanted = call("sparse_attention")
     out, lse = reference.plain.sparse_attention(**wanted)
     for op in ATTENTION:
-        torch.testing.assert_close(OPERATORS[op](**wanted, return_lse=True), (out, lse))
+        close(OPERATORS[op](**wanted, return_lse=True), (out, lse), terms=TERMS)
     wanted = call("select_blocks")
     equal(ops.select_blocks(**wanted), reference.plain.select_blocks(**wanted))
     wanted = call("index_score")
@@ -108,7 +121,7 @@ def test_positions_and_offsets_reach_the_reference():
             arguments = call(op) | where
             same = {"decode_score": "index_score", "decode_topk": "topk_select", "sparse_decode": "sparse_attention"}
             found, wanted = OPERATORS[op](**arguments), getattr(reference.plain, same.get(op, op))(**arguments)
-            torch.testing.assert_close(found, wanted[0] if op in ATTENTION else wanted)
+            close(found, wanted[0] if op in ATTENTION else wanted, terms=TERMS)
             other = OPERATORS[op](**(arguments | {"k_offset" if "k_offset" in where else "q_positions": None}))
             assert not torch.equal(found, other)
         made = ops.build_schedule(**call("build_schedule") | where)
@@ -297,7 +310,7 @@ def test_more_blocks_asked_for_than_there_are():
         attn_mask=torch.ones(5, 17, dtype=torch.bool).tril(12),
         enable_gqa=True,
     )
-    torch.testing.assert_close(out[:5], whole.transpose(0, 1))
+    close(out[:5], whole.transpose(0, 1), terms=TERMS)
 
 
 def _first_request():
@@ -318,7 +331,7 @@ def test_many_heads_that_are_no_power_of_two():
             assert sum(block >= 0 for block in chosen) == min(32, last + 1)
     q, k, v = (torch.randn(n, h, 16, generator=generator) for n, h in ((9, 96), (300, 6), (300, 6)))
     out = ops.sparse_attention(q, k, v, ids, **where)
-    torch.testing.assert_close(out, reference.plain.sparse_attention(q, k, v, ids, **where)[0])
+    close(out, reference.plain.sparse_attention(q, k, v, ids, **where)[0], terms=TERMS)
 
 
 @pytest.mark.parametrize("op", ["sparse_decode", "msa_decode"])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from rounding import close
 
 from msa_tiles import reference
 
@@ -36,7 +37,7 @@ def test_index_lse(shortened: bool) -> None:
                     terms = [math.exp(0.7 * float(idx_q[query, head] @ idx_k[row + j])) for j in keys]
                     wanted[query, slot, head] = math.log(sum(terms)) if terms else -math.inf
     assert wanted.isfinite().any() and wanted.isinf().any()
-    torch.testing.assert_close(found, wanted)
+    close(found, wanted, terms=50)
 
 
 def test_merged_lse_is_that_of_the_divergence() -> None:
@@ -76,4 +77,4 @@ def test_index_gradients(schedule_heads: int) -> None:
             for i in range(valid):
                 wanted_dk[row + i] += partial_dk[head, task, i]
     found = reference.index_gradients(partial_dq, present, partial_dk, tasks, counts, dk)
-    torch.testing.assert_close(found, (wanted_dq, wanted_dk))
+    close(found, (wanted_dq, wanted_dk), terms=4)
