@@ -20,7 +20,8 @@ from msa_tiles.simulator.expressions import Expressions, Vector
 from msa_tiles.simulator.frame import Frame
 from msa_tiles.simulator.program import Closure, Program, kind_of
 
-SERIAL, PARALLEL, UNROLLED = 0, 1, 3
+# The iterations of a vectorised loop are independent of each other: one after the other they do the same.
+SERIAL, PARALLEL, VECTORIZED, UNROLLED = 0, 1, 2, 3
 # Attributes and annotations that steer the compiler and change nothing.
 HINTS = {"tl.min_blocks_per_sm", "pragma_unroll_factor"}
 
@@ -143,7 +144,7 @@ class Statements:
         kind = int(node.kind)
         if kind == PARALLEL and not node.annotations:
             return self._parallel(node)
-        if kind not in (SERIAL, PARALLEL, UNROLLED):
+        if kind not in (SERIAL, PARALLEL, VECTORIZED, UNROLLED):
             raise UnsupportedError(f"loop of kind {kind}: {node.loop_var}")
         names = ", ".join(sorted({str(name) for name in node.annotations} - HINTS))
         if names:

@@ -591,6 +591,42 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         "three heads": ({"sequences": [(9, 150)]}, {**HEADS, "close": True}),
     },
+    "shared_attention_q16kv8": {
+        "scales of heads": (
+            {"sequences": MIXED, "seed": 1},
+            {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 2, "ctas": 3, "close": True,
+             "token_scales": 0},
+        ),
+        "scales of tokens": (
+            {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+            {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3, "close": True,
+             "token_scales": 1},
+        ),
+        "scales in pages": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 3, "shortened": True, "pages_per_block": 4},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True, "token_scales": 1},
+        ),
+        "at once, pages": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 4, "late": False, "pages_per_block": 1, "positions": True},
+            {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3, "token_scales": 0},
+        ),
+        "small pages": (
+            {"sequences": [(60, 150)], "seed": 5, "pages_per_block": 8},
+            {"head_dim": 128, "block_size": 64, "group": 2, "topk": 3, "ctas": 1, "close": True, "token_scales": 1},
+        ),
+        "more slots than stages": (
+            {"sequences": [(13, 2000)], "seed": 6, "pages_per_block": 2},
+            {"head_dim": 64, "block_size": 128, "group": 16, "topk": 9, "ctas": 3, "fill": 4, "token_scales": 1},
+        ),
+        "scales of 0": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 7, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True, "token_scales": 0},
+        ),
+        "scales of 0 among tokens": (
+            {"sequences": [(60, 150), (20, 70)], "seed": 8, "zeros": True},
+            {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True, "token_scales": 1},
+        ),
+    },
     "sparse_attention_backward": {
         "mixed": (
             {"sequences": MIXED, "seed": 1},
@@ -701,6 +737,8 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         ("sparse_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 128, "token_scales": 0}),
         ("shared_attention", {"sequences": [(90, 150), (70, 70)]}, {"head_dim": 64, "block_size": 64, "ctas": 3}),
         ("shared_attention", {"sequences": [(66, 160)]}, {"head_dim": 128, "block_size": 128, "group": 16, "ctas": 3}),
+        ("shared_attention_q16kv8", {"sequences": [(90, 150)]}, {"head_dim": 64, "block_size": 64, "token_scales": 1}),
+        ("shared_attention_q16kv8", {"sequences": [(66, 160)]}, {"head_dim": 64, "block_size": 128, "token_scales": 0}),
         ("sparse_decode", {"sequences": [(8, 130), (3, 70)]}, {"head_dim": 64, "block_size": 64, "splits": 2}),
         ("sparse_decode", {"sequences": [(5, 130)], "pages_per_block": 2}, {"head_dim": 128, "block_size": 128}),
         ("sparse_decode_q16kv8", {"sequences": [(8, 130)]}, {"head_dim": 64, "block_size": 64, "token_scales": 1}),
@@ -713,6 +751,8 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         "prefill-heads",
         "shared",
         "shared-wide",
+        "shared-tokens",
+        "shared-heads",
         "decode",
         "decode-wide",
         "decode-tokens",

@@ -28,8 +28,9 @@ Macros, whose first argument is an operand:
   fill(…, full, place, stage, phase, …)  the producer warpgroup: lay down the tile, of the block in that stage and phase
                                          of the ring if it was started; the kernel has it arrive at
                                          full[place] afterwards
-  weigh(…)                               the readers: multiply column j of registers by the scale of row j of the tile
+  weigh(…)                               the readers: multiply column j of registers by the scale of row j of the tile,
+                                         if `fill` has not multiplied the row
 
-Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on count as 0,
-and a weight of 0 stays 0, whatever the scale.
+Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on, of which a
+block has one or more, are not looked at, and a weight of 0 stays 0, whatever the scale that `weigh` multiplies it by.
 """

@@ -18,7 +18,8 @@ product is under way.
 
 K and V come as bytes to k_raw and v_raw, and the producer decodes them into their stages of the ring. Nobody frees the
 bytes: its threads meet (named barrier 7) before the next ones are sent for. A scale that a head shares is folded into
-the softmax's (keys) and multiplies O behind the last shared block (values); those of tokens multiply S and P.
+the softmax's (keys) and multiplies O behind the last shared block (values); those of tokens multiply rows as they are
+decoded.
 # % endif
 
 The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is free,
