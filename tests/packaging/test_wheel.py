@@ -12,7 +12,11 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import pages
 import pytest
+import torch
+
+from msa_tiles.runtime import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -133,3 +137,36 @@ def test_bench_shows_recorded_rows(installed: Path) -> None:
 def test_the_demo_does_the_main_job(installed: Path, tmp_path: Path) -> None:
     run(installed, "msa-tiles", "demo", "--tokens", "2048", "--out", str(tmp_path / "demo"))
     assert list((tmp_path / "demo").iterdir())
+
+
+def test_the_page_your_gpu_holds_word_for_word(installed: Path, tmp_path: Path) -> None:
+    """From the installed wheel, in a directory outside any checkout; the installation stays as it is."""
+    try:
+        toolchain.require_compiler("cutedsl")
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    home = tmp_path.resolve()
+    [package] = (installed.parent / "lib").glob("python*/site-packages/msa_tiles")
+    before = {path: path.read_bytes() for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".json")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MSA_TILES"))}
+    environment = {**kept, "MSA_TILES_CACHE_DIR": str(home / "cache"), "PATH": f"{installed}:{kept['PATH']}"}
+    # CuTe DSL is found through a .pth file of its own.
+    environment["PYTHONPATH"] = str(Path(str(importlib.util.find_spec("cutlass").origin)).parents[1])
+    for step in pages.steps(ROOT / "docs/your-gpu.md"):
+        if step.file:
+            (home / step.file).parent.mkdir(parents=True, exist_ok=True)
+            (home / step.file).write_text(step.text)
+        elif not (torch.cuda.is_available() and "verify" in step.command):  # the page is of a machine without a GPU
+            done = subprocess.run(
+                step.command, shell=True, cwd=home, env=environment, capture_output=True, text=True, check=False
+            )
+            complaints = (line for line in done.stderr.splitlines(keepends=True) if line.startswith("msa-tiles "))
+            printed = (done.stdout + "".join(complaints)).replace(str(home), pages.HOME)
+            assert pages.same(step.text, printed), f"{step.command}\n{printed}{done.stderr}"
+    assert {path: path.read_bytes() for path in before} == before
+    assert set(before) >= {path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".json")}
+
+
+def test_an_installation_is_not_written_to(installed: Path) -> None:
+    run(installed, "msa-tiles", "generate", expect=2)
+    run(installed, "msa-tiles", "generate", "--target", "sm103", expect=2)
