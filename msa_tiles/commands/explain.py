@@ -69,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
             device = device_facts(torch_device, registry.targets.values())
         except (RuntimeError, AssertionError) as error:
             targets = ", ".join(registry.targets)
-            why = f"no spec has a target {name}; a file in specs/targets makes one" if _is_target(name) else str(error)
+            why = (
+                f"no spec has a target {name}; a tree of your own can have one, see --tree"
+                if _is_target(name)
+                else str(error)
+            )
             raise ValueError(f"--device {name}: {why}; targets: {targets}") from error
     dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
     check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))

@@ -213,7 +213,7 @@ class TestCommand:
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2
-        assert "--target sm91 is unknown; did you mean sm90? Known: sm100, sm90" in capsys.readouterr().err
+        assert "--target sm91 is unknown; did you mean sm90? Known: sm100, sm103, sm90" in capsys.readouterr().err
 
     def test_specs_of_the_user(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "specs").mkdir()

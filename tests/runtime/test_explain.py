@@ -49,7 +49,7 @@ def test_dense_attention_has_no_kernel_of_ours(capsys: pytest.CaptureFixture[str
 def test_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = explain(capsys, "combine", "--device", "sm89")
     assert status == 2
-    assert "no spec has a target sm89; a file in specs/targets makes one; targets: sm100, sm90" in text
+    assert "no spec has a target sm89; a tree of your own can have one, see --tree; targets: sm100, sm103, sm90" in text
 
 
 def test_every_refusal_of_a_kernel_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
