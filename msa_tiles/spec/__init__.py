@@ -2,6 +2,7 @@
 
 from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.loader import load
+from msa_tiles.spec.mistakes import Location, SpecError
 from msa_tiles.spec.model import (
     Device,
     Format,
@@ -19,7 +20,6 @@ from msa_tiles.spec.model import (
     Variants,
     Workload,
 )
-from msa_tiles.spec.source import Location, SpecError
 from msa_tiles.spec.work import dims_of, floor_ms, quantities_of
 
 __all__ = [

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.hardware import read_opcodes
 from msa_tiles.spec.inherit import lineage
+from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import (
     DSLS,
     POSITION_DIMS,
@@ -26,10 +27,12 @@ from msa_tiles.spec.model import (
     Variants,
     frozen,
 )
-from msa_tiles.spec.source import Node
+from msa_tiles.spec.source import Fields, Node
 from msa_tiles.spec.work import QUANTITIES, describe
 from msa_tiles.spec.workloads import parameter_value, read_workloads
 
+T = TypeVar("T")
+MOST_TOLD = 8  # pairs of values that never meet
 DTYPES = ("bfloat16", "float32", "int32")
 PRECISION_DTYPES = (*(f"precision.{role}{part}" for role in ROLES for part in ("", ".scale")), "precision.output")
 # An operator that ranks scores without writing them states their tolerance beside those of its outputs.
@@ -45,56 +48,106 @@ PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
 def read_operator(root: Node, file_stem: str) -> Operator:
-    keys = root.fields(
-        ("op", "summary", "reference", "dims", "inputs", "outputs", "roofline", "tolerance", "workloads", "kernels"),
-        optional=("inherits", "parameters", "features", "rules", "variants"),
-    )
-    if (name := keys["op"].identifier()) != file_stem:
-        raise keys["op"].error(f"op is {name!r} in a file named {file_stem}.yaml")
-    if "inherits" in keys and keys["inherits"].identifier() != name:
-        raise keys["inherits"].error(f"an operator inherits from the one of its own name beneath, here {name!r}")
-    dims = _dims(keys["dims"])
-    inputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["inputs"].named().items()}
-    outputs = {tensor: _tensor(tensor, node, dims) for tensor, node in keys["outputs"].named().items()}
-    parameters = {}
-    if "parameters" in keys:
-        parameters = {p: _parameter(p, node, dims) for p, node in keys["parameters"].named().items()}
-    variants = _variants(keys.get("variants"), dims, keys["dims"])
-    rules = tuple(_expression(rule, dims) for rule in keys["rules"].items()) if "rules" in keys else ()
-    roofline_keys = keys["roofline"].fields(("flops", "bytes"))
-    roofline = Roofline(
-        flops=_expression(roofline_keys["flops"], (*dims, *QUANTITIES)),
-        bytes=_expression(roofline_keys["bytes"], (*dims, *QUANTITIES)),
-    )
-    _check_dims_are_used(keys["dims"], dims, [*inputs.values(), *outputs.values()], rules, roofline, parameters)
-    verify, bench = read_workloads(keys["workloads"], dims, parameters, inputs, variants)
-    features = {}
-    if "features" in keys:
-        features = {feature: node.string() for feature, node in keys["features"].named().items()}
+    """Raises SpecError with every mistake of the file; what depends on a mistaken part is read when that is right."""
+    with Mistakes() as mistakes:
+        keys = Fields(
+            mistakes,
+            root,
+            (
+                "op",
+                "summary",
+                "reference",
+                "dims",
+                "inputs",
+                "outputs",
+                "roofline",
+                "tolerance",
+                "workloads",
+                "kernels",
+            ),
+            optional=("inherits", "parameters", "features", "rules", "variants"),
+        )
+        name = keys.get("op", lambda node: _name(node, file_stem))
+        keys.get("inherits", lambda node: _inherited(node, file_stem))
+        summary, reference = keys.get("summary", Node.string), keys.get("reference", _reference)
+        dims = keys.get("dims", _dims)
+        # Names in the other parts are those of dims that have a mistake, too; None where none is known.
+        known = keys.get("dims", lambda node: dict.fromkeys(node.entries())) if dims is None else dims
+        inputs = keys.get("inputs", lambda node: _each(node, lambda tensor, value: _tensor(tensor, value, known)))
+        outputs = keys.get("outputs", lambda node: _each(node, lambda tensor, value: _tensor(tensor, value, known)))
+        settings = keys.get("parameters", Node.named, {})
+        parameters: Any = mistakes.entries(lambda p, value: _parameter(p, value, known), settings)
+        variants: Any = None if dims is None else mistakes.read(_variants, keys.nodes.get("variants"), dims, keys)
+        rules = keys.get("rules", lambda node: _expressions(node, known), ())
+        roofline = keys.get("roofline", lambda node: _roofline(node, known))
+        used = True
+        if None not in (dims, inputs, outputs, rules, roofline):
+            tensors = [*inputs.values(), *outputs.values()]
+            used = mistakes.passes(_check_dims_are_used, keys.nodes["dims"], dims, tensors, rules, roofline, settings)
+        workloads: Any = None
+        if used and None not in (dims, variants):
+            reads_ids = "block_indices" in keys.get("inputs", Node.entries, {})
+            known = dict.fromkeys(settings) | parameters
+            workloads = keys.get("workloads", lambda node: read_workloads(node, dims, known, reads_ids, variants))
+        features = keys.get("features", lambda node: _each(node, lambda _, value: value.string()))
+        declared = keys.get("features", Node.entries, {})
+        tolerance = keys.get("tolerance", lambda node: _tolerances(node, keys.nodes.get("outputs")))
+        written = mistakes.read(_written, root) or []
+        kernels = mistakes.each(lambda row: _rows(row, variants, declared, file_stem), written)
     return Operator(
         name=name,
-        summary=keys["summary"].string(),
-        reference=_reference(keys["reference"]),
+        summary=summary,
+        reference=reference,
         dims=frozen(dims),
         inputs=frozen(inputs),
         outputs=frozen(outputs),
         parameters=frozen(parameters),
-        features=frozen(features),
+        features=frozen(features or {}),
         rules=rules,
         variants=variants,
-        verify=verify,
-        bench=bench,
+        verify=workloads[0],
+        bench=workloads[1],
         roofline=roofline,
-        tolerance=frozen({p: _tolerance(node, outputs) for p, node in keys["tolerance"].entries().items()}),
-        kernels=tuple(
-            row
-            for each in lineage(root)
-            if "kernels" in each.entries()
-            for node in each.entries()["kernels"].items()
-            for row in _rows(node, variants, features, name)
-        ),
+        tolerance=frozen(tolerance),
+        kernels=tuple(itertools.chain.from_iterable(kernels)),
         where=root.where,
     )
+
+
+def _written(root: Node) -> list[Node]:
+    """The rows of a file and of those that it inherits from."""
+    files = [each.entries() for each in lineage(root)]
+    return [row for entries in files if "kernels" in entries for row in entries["kernels"].items()]
+
+
+def _each(node: Node, reader: Callable[[str, Node], T]) -> dict[str, T]:
+    with Mistakes() as mistakes:
+        return mistakes.entries(reader, node.named())
+
+
+def _name(node: Node, file_stem: str) -> str:
+    if (name := node.identifier()) != file_stem:
+        raise node.error(f"op is {name!r} in a file named {file_stem}.yaml")
+    return name
+
+
+def _inherited(node: Node, name: str) -> None:
+    if node.identifier() != name:
+        raise node.error(f"an operator inherits from the one of its own name beneath, here {name!r}")
+
+
+def _roofline(node: Node, dims: Any) -> Roofline:
+    known = None if dims is None else (*dims, *QUANTITIES)
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("flops", "bytes"))
+        flops, moved = (keys.get(key, lambda value: _expression(value, known)) for key in ("flops", "bytes"))
+    return Roofline(flops=flops, bytes=moved)
+
+
+def _tolerances(node: Node, outputs: Node | None) -> dict[str, Any]:
+    names = None if outputs is None else list(outputs.entries())
+    with Mistakes() as mistakes:
+        return mistakes.entries(lambda _, bounds: _tolerance(bounds, names), node.entries())
 
 
 def _reference(node: Node) -> str:
@@ -115,103 +168,127 @@ def _references() -> tuple[str, ...]:
 
 
 def _dims(node: Node) -> dict[str, tuple[int, ...] | Expression | None]:
-    dims: dict[str, tuple[int, ...] | Expression | None] = {}
     entries = node.named()
-    for name, value in entries.items():
+
+    def read(name: str, value: Node) -> tuple[int, ...] | Expression | None:
         if name in QUANTITIES:
             raise value.error(f"dim {name!r} has the name of a roofline quantity")
         if value.is_list():
-            dims[name] = value.integers(minimum=0)
-            if not dims[name]:
+            if not (listed := value.integers(minimum=0)):
                 raise value.error(f"dim {name!r} must list at least one value, or be runtime")
-        elif value.string() == "runtime":
-            dims[name] = None
-        elif name in POSITION_DIMS:
+            return listed
+        if value.string() == "runtime":
+            return None
+        if name in POSITION_DIMS:
             raise value.error(f"dim {name!r} follows from a call's lengths: write runtime")
-        else:
-            dims[name] = _expression(value, [other for other in entries if other != name])
-    return dims
+        return _expression(value, [other for other in entries if other != name])
+
+    with Mistakes() as mistakes:
+        return mistakes.entries(read, entries)
 
 
 def _expression(node: Node, known: Any) -> Expression:
+    """`known` are the names that it may use; None where they could not be read."""
     value = node.scalar()
     try:
         expression = Expression(str(node.integer(minimum=0)) if isinstance(value, int) else node.string())
     except ExpressionError as error:
         raise node.error(f"{node.name}: {error}") from error
-    if unknown := sorted(expression.names - set(known)):
+    if known is not None and (unknown := sorted(expression.names - set(known))):
         raise node.error(f"{node.name} uses {', '.join(unknown)}; known names: {', '.join(known)}")
     return expression
 
 
+def _expressions(node: Node, known: Any) -> tuple[Expression, ...]:
+    with Mistakes() as mistakes:
+        return tuple(mistakes.each(lambda item: _expression(item, known), node.items()))
+
+
 def _tensor(name: str, node: Node, dims: Any) -> Tensor:
-    keys = node.fields(("shape", "dtype"), optional=("strides", "optional", "pad", "note"))
-    dtype = keys["dtype"].string((*DTYPES, *PRECISION_DTYPES))
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("shape", "dtype"), optional=("strides", "optional", "pad", "note"))
+        shape = keys.get("shape", lambda value: _expressions(value, dims))
+        dtype = keys.get("dtype", lambda value: value.string((*DTYPES, *PRECISION_DTYPES)))
+        strides = keys.get("strides", lambda value: value.string(STRIDES), "contiguous")
+        optional = keys.get("optional", Node.boolean, False)
+        pad = keys.get("pad", Node.integer)
+        note = keys.get("note", Node.string, "")
     return Tensor(
-        name=name,
-        shape=tuple(_expression(item, dims) for item in keys["shape"].items()),
-        dtype=dtype,
-        strides=keys["strides"].string(STRIDES) if "strides" in keys else "contiguous",
-        optional=keys["optional"].boolean() if "optional" in keys else False,
-        pad=keys["pad"].integer() if "pad" in keys else None,
-        note=keys["note"].string() if "note" in keys else "",
-        where=node.where,
+        name=name, shape=shape, dtype=dtype, strides=strides, optional=optional, pad=pad, note=note, where=node.where
     )
 
 
 def _parameter(name: str, node: Node, dims: Any) -> Parameter:
-    keys = node.fields(("type",), optional=("default", "choices"))
-    kind = keys["type"].string(PARAMETER_TYPES)
-    if kind == "dim" and name not in dims:
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("type",), optional=("default", "choices"))
+        kind = keys.get("type", lambda value: value.string(PARAMETER_TYPES))
+        choices = keys.get("choices", Node.strings, ())
+    if dims is not None and kind == "dim" and name not in dims:
         raise node.error(f"parameter {name!r} has type dim, but the operator has no such dim")
-    if kind != "dim" and name in dims:
+    if dims is not None and kind != "dim" and name in dims:
         raise node.error(f"parameter {name!r} is a dim: its type must be dim")
     if (kind == "choice") != ("choices" in keys):
         raise node.error(f"parameter {name!r} needs `choices` exactly when its type is choice")
-    choices = keys["choices"].strings() if "choices" in keys else ()
     default = None
-    if "default" in keys:
-        default = None if keys["default"].scalar() is None else parameter_value(keys["default"], kind, choices)
+    if "default" in keys and keys.nodes["default"].scalar() is not None:
+        default = parameter_value(keys.nodes["default"], kind, choices)
     return Parameter(name, kind, "default" not in keys, default, choices, node.where)
 
 
-def _variants(node: Node | None, dims: dict[str, Any], dims_node: Node) -> Variants:
+def _variants(node: Node | None, dims: dict[str, Any], root: Fields) -> Variants:
     listed = [name for name, values in dims.items() if isinstance(values, tuple)]
     if node is None:
         if listed:
-            raise dims_node.error(f"dims {', '.join(listed)} list values, so the operator needs `variants`")
+            raise root.nodes["dims"].error(f"dims {', '.join(listed)} list values, so the operator needs `variants`")
         return Variants((), (), (), (frozen({}),))
-    keys = node.fields(("ci",), optional=("exact", "capacity", "scaled"))
-    exact = keys["exact"].strings(listed) if "exact" in keys else ()
-    capacity = keys["capacity"].strings(listed) if "capacity" in keys else ()
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("ci",), optional=("exact", "capacity", "scaled"))
+        exact = keys.get("exact", lambda value: value.strings(listed), ())
+        capacity = keys.get("capacity", lambda value: value.strings(listed), ())
     names = (*exact, *capacity)
     if len(set(names)) != len(names) or set(names) != set(listed):
         raise node.error(f"variants must name each of {', '.join(listed)} once, under exact or capacity")
-    scaled = keys["scaled"].strings(exact) if "scaled" in keys else ()
-    points = []
-    for item in keys["ci"].items():
-        fields = item.fields(names)
-        point = {name: fields[name].integer() for name in names}
-        for name, value in point.items():
-            if value not in dims[name]:
-                raise fields[name].error(f"{name} {value} is none of its values {', '.join(map(str, dims[name]))}")
-        if point in points:
-            raise item.error(f"the point {describe(point)} stands twice in variants.ci")
-        points.append(point)
-    _check_pairwise(keys["ci"], names, dims, points)
-    return Variants(exact, capacity, scaled, tuple(frozen(point) for point in points))
+
+    def value_of(name: str, value: Node) -> int:
+        if (number := value.integer()) not in dims[name]:
+            raise value.error(f"{name} {number} is none of its values {', '.join(map(str, dims[name]))}")
+        return number
+
+    def point_of(item: Node) -> dict[str, int]:
+        with Mistakes() as mistakes:
+            fields = Fields(mistakes, item, names)
+            found = mistakes.entries(value_of, fields.nodes)
+        return {name: found[name] for name in names}
+
+    with Mistakes() as mistakes:
+        scaled = mistakes.read(keys.nodes["scaled"].strings, exact) if "scaled" in keys else ()
+        items = keys.nodes["ci"].items()
+        points: list[dict[str, int]] = []
+        for item in items:
+            point = mistakes.read(point_of, item)
+            if point in points:
+                mistakes.add(item.error(f"the point {describe(point)} stands twice in variants.ci"))
+            elif point is not None:
+                points.append(point)
+    _check_pairwise(keys.nodes["ci"], names, dims, points)
+    return Variants(exact, capacity, scaled or (), tuple(frozen(point) for point in points))
 
 
 def _check_pairwise(node: Node, names: tuple[str, ...], dims: dict[str, Any], points: list[dict[str, int]]) -> None:
     first = {name: dims[name][0] for name in names}
     if not points or points[0] != first:
         raise node.error(f"variants.ci must begin with the first value of each dim: {describe(first)}")
-    for count in (1, 2):
-        for chosen in itertools.combinations(names, count):
-            for values in itertools.product(*(dims[name] for name in chosen)):
-                wanted = dict(zip(chosen, values, strict=True))
-                if not any(wanted.items() <= point.items() for point in points):
-                    raise node.error(f"no point of variants.ci has {describe(wanted)}; every pair of values must meet")
+    missing = []
+    for chosen in itertools.chain.from_iterable(itertools.combinations(names, count) for count in (1, 2)):
+        for values in itertools.product(*(dims[name] for name in chosen)):
+            wanted = dict(zip(chosen, values, strict=True))
+            if not any(wanted.items() <= point.items() for point in points):
+                missing.append(describe(wanted))
+    if missing:
+        several = " or ".join(missing[:MOST_TOLD]) + (
+            f" or {len(missing) - MOST_TOLD} more" * (len(missing) > MOST_TOLD)
+        )
+        raise node.error(f"no point of variants.ci has {several}; every pair of values must meet")
 
 
 def _check_dims_are_used(node: Node, dims: Any, tensors: Any, rules: Any, roofline: Roofline, parameters: Any) -> None:
@@ -220,89 +297,132 @@ def _check_dims_are_used(node: Node, dims: Any, tensors: Any, rules: Any, roofli
         used |= expression.names
     for value in dims.values():
         used |= value.names if isinstance(value, Expression) else set()
-    for name, entry in node.entries().items():
-        if name not in used and not isinstance(dims[name], tuple):  # compile-time dims reach the kernel anyway
-            raise entry.error(f"dim {name!r} is used by no shape, rule, parameter or roofline")
+    with Mistakes() as mistakes:
+        for name, entry in node.entries().items():
+            if name not in used and not isinstance(dims[name], tuple):  # compile-time dims reach the kernel anyway
+                mistakes.add(entry.error(f"dim {name!r} is used by no shape, rule, parameter or roofline"))
 
 
 def _tolerance(node: Node, outputs: Any) -> Any:
-    keys = node.fields(outputs, optional=(RANKED,))
-    return frozen({name: bound.number(minimum=0) for name, bound in keys.items()})
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, outputs, optional=(RANKED,)).nodes if outputs is not None else node.entries()
+        return frozen(mistakes.entries(lambda _, bound: bound.number(minimum=0), keys))
 
 
-def _rows(node: Node, variants: Variants, features: dict[str, str], op: str) -> Iterator[KernelRow]:
+def _rows(node: Node, variants: Variants | None, features: Collection[str], op: str) -> list[KernelRow]:
     """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either.
 
-    A row without targets is one of the target "": of every target that can run it.
+    A row without targets is one of the target "": of every target that can run it. `variants` are None where they have
+    a mistake.
     """
-    keys = node.fields(
-        ("dsl", "precisions", *_ROW_KEYS), optional=("targets", "algorithm", "adjust", *_OPTIONAL_ROW_KEYS)
-    )
-    given = [axis for axis in ("targets", "precisions") if axis in keys]
-    axes: dict[str, dict[str, Node]] = {"targets": {"": keys["mma"]}}
-    axes |= {axis: {item.string(): item for item in _listed(keys[axis])} for axis in given}
-    adjusted = keys["adjust"].entries() if "adjust" in keys else {}
-    for name, change in adjusted.items():
-        if not any(name in names for names in axes.values()):
-            raise change.error(f"adjust names {name!r}, which is neither a target nor a precision of the row")
-    changes = {name: change.fields((), optional=(*_ROW_KEYS, *_OPTIONAL_ROW_KEYS)) for name, change in adjusted.items()}
-    for name, change in adjusted.items():
-        if not changes[name]:
-            raise change.error(f"{change.name} changes nothing")
-    for target, precision in itertools.product(*axes.values()):
-        own = {key: keys[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
-        tile = keys["tile"].named()
-        for name in (target, precision):
-            own |= changes.get(name, {})
-            if "tile" in changes.get(name, {}):
-                tile |= changes[name]["tile"].named()
-        if ("threads" in own) != ("shared_memory" in own):
-            raise node.error("threads and shared_memory come together, or not at all where the kernel has a table")
-        lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
-        yield KernelRow(
-            dsl=keys["dsl"].string(DSLS),
+    with Mistakes() as mistakes:
+        keys = Fields(
+            mistakes,
+            node,
+            ("dsl", "precisions", *_ROW_KEYS),
+            optional=("targets", "algorithm", "adjust", *_OPTIONAL_ROW_KEYS),
+        )
+        dsl = keys.get("dsl", lambda value: value.string(DSLS))
+        algorithm = keys.get("algorithm", Node.identifier, "")
+        axes: dict[str, dict[str, Node]] = {"targets": {"": node}, "precisions": {"": node}}
+        for axis in axes:
+            axes[axis] = keys.get(axis, _listed, axes[axis])
+        if "targets" not in keys and "mma" in keys:
+            axes["targets"] = {"": keys.nodes["mma"]}
+        changes = keys.get("adjust", lambda value: _adjusted(value, axes), {})
+        rows = []
+        for target, precision in itertools.product(*axes.values()):
+            own = {key: keys.nodes[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
+            tile = keys.get("tile", Node.named, {})
+            for name in (target, precision):
+                own |= changes.get(name, {})
+                if "tile" in changes.get(name, {}):
+                    tile |= mistakes.read(changes[name]["tile"].named) or {}
+            if ("threads" in own) != ("shared_memory" in own):
+                mistakes.add(
+                    node.error("threads and shared_memory come together, or not at all where the kernel has a table")
+                )
+            lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
+            rows.append(((target, precision), own, lines, mistakes.read(_kernel, own, tile, variants, features, op)))
+    return [
+        KernelRow(
+            dsl=dsl,
             target=target,
             precision=precision,
-            algorithm=keys["algorithm"].identifier() if "algorithm" in keys else "",
+            algorithm=algorithm,
             where=node.where,
             key_lines=frozen({key: value.where for key, value in own.items()} | lines),
-            **_kernel(own, tile, variants, features, op),
+            **kernel,
         )
+        for (target, precision), own, lines, kernel in rows
+        if kernel is not None
+    ]
 
 
-def _listed(node: Node) -> list[Node]:
-    node.strings()  # refuses what is named twice
-    if not node.items():
+def _listed(node: Node) -> dict[str, Node]:
+    """The items of a list of names, by name."""
+    names = node.strings()  # refuses what is named twice
+    if not names:
         raise node.error(f"{node.name} must name at least one")
-    return node.items()
+    return dict(zip(names, node.items(), strict=True))
+
+
+def _adjusted(node: Node, axes: Mapping[str, Mapping[str, Node]]) -> dict[str, dict[str, Node]]:
+    """What `adjust` says, by target or precision."""
+
+    def read(name: str, change: Node) -> dict[str, Node]:
+        if not any(name in names for names in axes.values()):
+            raise change.error(f"adjust names {name!r}, which is neither a target nor a precision of the row")
+        found = change.fields((), optional=(*_ROW_KEYS, *_OPTIONAL_ROW_KEYS))
+        if not found:
+            raise change.error(f"{change.name} changes nothing")
+        return found
+
+    with Mistakes() as mistakes:
+        return mistakes.entries(read, node.entries())
 
 
 def _kernel(
-    keys: dict[str, Node], tile: dict[str, Node], variants: Variants, features: dict[str, str], op: str
+    keys: dict[str, Node], tile: dict[str, Node], variants: Variants | None, features: Collection[str], op: str
 ) -> dict[str, Any]:
     """What a row says of a kernel beside which cell it is."""
-    for name, value in tile.items():
-        if name in variants.names:
+    sizes = None if variants is None else (*tile, *variants.names)
+
+    def size(name: str, value: Node) -> int:
+        if variants is not None and name in variants.names:
             raise value.error(f"tile name {name!r} is also a compile-time dim of {op}")
-    sizes = (*tile, *variants.names)
-    if "features" in keys:
-        for item in keys["features"].items():
-            if (feature := item.string()) not in features:
-                raise item.error(f"feature {feature!r} is none of those {op} declares: {', '.join(features)}")
-    operands = keys["operands"].fields((), optional=ROLES) if "operands" in keys else {}
-    if "operands" in keys and not operands:
-        raise keys["operands"].error(f"{keys['operands'].name} names no operand")
-    return {
-        "compute": keys["compute"].string(WIDE_ELEMENTS) if "compute" in keys else None,
-        "operands": frozen({role: value.identifier() for role, value in operands.items()}),
-        "mma": keys["mma"].identifier(),
-        "copy": keys["copy"].strings() if "copy" in keys else (),
-        "tile": frozen({name: value.integer(minimum=1) for name, value in tile.items()}),
-        "threads": _expression(keys["threads"], sizes) if "threads" in keys else None,
-        "shared_memory": _expression(keys["shared_memory"], sizes) if "shared_memory" in keys else None,
-        "registers": _expression(keys["registers"], sizes) if "registers" in keys else None,
-        "tensor_memory": _expression(keys["tensor_memory"], sizes) if "tensor_memory" in keys else None,
-        "expect": read_opcodes(keys["expect"]) if "expect" in keys else (),
-        "features": keys["features"].strings() if "features" in keys else (),
-        "ci": keys["ci"].string(CI_POINTS) if "ci" in keys else CI_POINTS[0],
-    }
+        return value.integer(minimum=1)
+
+    def feature(item: Node) -> str:
+        if (name := item.string()) not in features:
+            raise item.error(f"feature {name!r} is none of those {op} declares: {', '.join(features)}")
+        return name
+
+    with Mistakes() as mistakes:
+
+        def get(key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:
+            found = mistakes.read(lambda: (reader(keys[key]),)) if key in keys else None
+            return default if found is None else found[0]
+
+        get("features", lambda value: mistakes.each(feature, value.items()))
+        found = {
+            "compute": get("compute", lambda value: value.string(WIDE_ELEMENTS)),
+            "operands": get("operands", _operands, frozen({})),
+            "mma": get("mma", Node.identifier),
+            "copy": get("copy", Node.strings, ()),
+            "tile": frozen(mistakes.entries(size, tile)),
+            "expect": get("expect", read_opcodes, ()),
+            "features": get("features", Node.strings, ()),
+            "ci": get("ci", lambda value: value.string(CI_POINTS), CI_POINTS[0]),
+        }
+        for key in ("threads", "shared_memory", "registers", "tensor_memory"):
+            found[key] = get(key, lambda value: _expression(value, sizes))
+    return found
+
+
+def _operands(node: Node) -> Any:
+    with Mistakes() as mistakes:
+        operands = mistakes.entries(lambda _, value: value.identifier(), Fields(mistakes, node, (), ROLES).nodes)
+    if not operands:
+        raise node.error(f"{node.name} names no operand")
+    return frozen(operands)

@@ -3,91 +3,159 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
+from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import Device, MmaKind, Target, frozen
-from msa_tiles.spec.source import Node
+from msa_tiles.spec.source import Fields, Node
+
+T = TypeVar("T")
 
 
 def read_target(root: Node, file_stem: str) -> Target:
-    keys = root.fields(
-        required=(
-            *("target", "summary", "arch", "capability", "devices", "default_device", "shared_memory", "registers"),
-            *("threads_per_block", "mma", "copy", "forbid"),
-        ),
-        optional=("inherits", "on_request", "tensor_memory_columns"),
-    )
-    if (name := keys["target"].identifier()) != file_stem:
-        raise keys["target"].error(f"target is {name!r} in a file named {file_stem}.yaml")
-    capability = [item.integer(minimum=0) for item in keys["capability"].items()]
-    if len(capability) != 2:
-        raise keys["capability"].error("capability must be [major, minor]")
-    expected = f"sm_{capability[0]}{capability[1]}"
-    if keys["arch"].string() not in (expected, expected + "a", expected + "f"):
-        raise keys["arch"].error(f"arch must be {expected} or {expected}a to agree with capability {capability}")
-    threads = keys["threads_per_block"].integer(minimum=32)
-    mma = {kind: _mma(kind, node, threads) for kind, node in keys["mma"].named().items()}
-    elements = {element for kind in mma.values() for element in kind.elements}
-    devices = {product: _device(product, node, elements) for product, node in keys["devices"].entries().items()}
-    if (default := keys["default_device"].string()) not in devices:
-        raise keys["default_device"].error(f"default_device {default!r} is none of the devices {', '.join(devices)}")
-    shared = keys["shared_memory"].fields(("per_block", "per_sm"))
-    registers = keys["registers"].fields(("per_thread", "per_sm"))
-    per_block, per_sm = shared["per_block"].integer(minimum=1), shared["per_sm"].integer(minimum=1)
-    if per_block > per_sm:
-        raise shared["per_block"].error(f"shared_memory.per_block {per_block} exceeds per_sm {per_sm}")
+    """Raises SpecError with every mistake of the file."""
+    with Mistakes() as mistakes:
+        keys = Fields(
+            mistakes,
+            root,
+            required=(
+                *("target", "summary", "arch", "capability", "devices", "default_device", "shared_memory", "registers"),
+                *("threads_per_block", "mma", "copy", "forbid"),
+            ),
+            optional=("inherits", "on_request", "tensor_memory_columns"),
+        )
+        name = keys.get("target", lambda node: _name(node, file_stem))
+        summary = keys.get("summary", Node.string)
+        capability = keys.get("capability", _capability)
+        arch = keys.get("arch", lambda node: _arch(node, capability))
+        threads = keys.get("threads_per_block", lambda node: node.integer(minimum=32))
+        mma = keys.get("mma", lambda node: _each(node.named(), lambda kind, value: _mma(kind, value, threads)))
+        elements = None if mma is None else {element for kind in mma.values() for element in kind.elements}
+        products = keys.get("devices", Node.entries)
+        devices = mistakes.entries(lambda product, node: _device(product, node, elements), products or {})
+        default = keys.get("default_device", lambda node: _default(node, products))
+        shared = keys.get("shared_memory", lambda node: _memory(node, "per_block"), (0, 0))
+        registers = keys.get("registers", lambda node: _memory(node, "per_thread"), (0, 0))
+        tensor_memory_columns = keys.get("tensor_memory_columns", lambda node: node.integer(1), 0)
+        copy = keys.get("copy", lambda node: _each(node.named(), lambda _, opcodes: read_opcodes(opcodes)))
+        forbid = keys.get("forbid", read_opcodes)
+        inherits = keys.get("inherits", Node.identifier, "")
+        on_request = keys.get("on_request", Node.boolean, False)
     return Target(
         name=name,
-        summary=keys["summary"].string(),
-        arch=keys["arch"].string(),
+        summary=summary,
+        arch=arch,
         capability=(capability[0], capability[1]),
         devices=frozen(devices),
         default_device=default,
-        shared_memory_per_block=per_block,
-        shared_memory_per_sm=per_sm,
-        registers_per_thread=registers["per_thread"].integer(minimum=1),
-        registers_per_sm=registers["per_sm"].integer(minimum=1),
+        shared_memory_per_block=shared[0],
+        shared_memory_per_sm=shared[1],
+        registers_per_thread=registers[0],
+        registers_per_sm=registers[1],
         threads_per_block=threads,
-        tensor_memory_columns=keys["tensor_memory_columns"].integer(1) if "tensor_memory_columns" in keys else 0,
+        tensor_memory_columns=tensor_memory_columns,
         mma=frozen(mma),
-        copy=frozen({engine: read_opcodes(node) for engine, node in keys["copy"].named().items()}),
-        forbid=read_opcodes(keys["forbid"]),
-        inherits=keys["inherits"].identifier() if "inherits" in keys else "",
-        on_request=keys["on_request"].boolean() if "on_request" in keys else False,
+        copy=frozen(copy),
+        forbid=forbid,
+        inherits=inherits,
+        on_request=on_request,
         where=root.where,
     )
 
 
-def _device(name: str, node: Node, elements: set[str]) -> Device:
-    keys = node.fields(("sm_count", "memory_gb_per_s", "peak_tflops"))
-    peaks = {}
-    for element, value in keys["peak_tflops"].entries().items():
-        if element not in elements:
+def _each(nodes: Mapping[str, Node], reader: Callable[[str, Node], T]) -> dict[str, T]:
+    with Mistakes() as mistakes:
+        return mistakes.entries(reader, nodes)
+
+
+def _name(node: Node, file_stem: str) -> str:
+    if (name := node.identifier()) != file_stem:
+        raise node.error(f"target is {name!r} in a file named {file_stem}.yaml")
+    return name
+
+
+def _capability(node: Node) -> list[int]:
+    with Mistakes() as mistakes:
+        capability = mistakes.each(lambda item: item.integer(minimum=0), node.items())
+    if len(capability) != 2:
+        raise node.error("capability must be [major, minor]")
+    return capability
+
+
+def _arch(node: Node, capability: list[int] | None) -> str:
+    arch = node.string()
+    if capability is not None:
+        expected = f"sm_{capability[0]}{capability[1]}"
+        if arch not in (expected, expected + "a", expected + "f"):
+            raise node.error(f"arch must be {expected} or {expected}a to agree with capability {capability}")
+    return arch
+
+
+def _default(node: Node, products: Mapping[str, Node] | None) -> str:
+    default = node.string()
+    if products is not None and default not in products:
+        raise node.error(f"default_device {default!r} is none of the devices {', '.join(products)}")
+    return default
+
+
+def _memory(node: Node, each: str) -> tuple[int, int]:
+    """How much there is for `each` (a block, a thread) and in a multiprocessor."""
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, (each, "per_sm"))
+        own, per_sm = (keys.get(key, lambda value: value.integer(minimum=1)) for key in (each, "per_sm"))
+    if each == "per_block" and own > per_sm:
+        raise keys.nodes[each].error(f"{node.name}.{each} {own} exceeds per_sm {per_sm}")
+    return own, per_sm
+
+
+def _device(name: str, node: Node, elements: set[str] | None) -> Device:
+    """`elements` are those that the target multiplies; None where they could not be read."""
+
+    def peak(element: str, value: Node) -> float:
+        if elements is not None and element not in elements:
             raise value.error(f"peak_tflops names {element!r}, which no mma kind of the target multiplies")
-        peaks[element] = value.number(minimum=1)
+        return value.number(minimum=1)
+
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("sm_count", "memory_gb_per_s", "peak_tflops"))
+        sm_count = keys.get("sm_count", lambda value: value.integer(minimum=1))
+        bandwidth = keys.get("memory_gb_per_s", lambda value: value.number(minimum=1))
+        peaks = keys.get("peak_tflops", lambda value: _each(value.entries(), peak))
     return Device(
         name=name,
-        sm_count=keys["sm_count"].integer(minimum=1),
-        memory_gb_per_s=keys["memory_gb_per_s"].number(minimum=1),
+        sm_count=sm_count,
+        memory_gb_per_s=bandwidth,
         peak_tflops=frozen(peaks),
         where=node.where,
     )
 
 
-def _mma(name: str, node: Node, threads_per_block: int) -> MmaKind:
-    keys = node.fields(("thread_group", "elements"), optional=("forbid",))
-    group = keys["thread_group"].integer(minimum=32)
-    if group % 32 or threads_per_block % group:
-        raise keys["thread_group"].error(
-            f"thread_group {group} must be whole warps and divide threads_per_block {threads_per_block}"
-        )
-    elements = {element: read_opcodes(opcodes) for element, opcodes in keys["elements"].named().items()}
-    if not elements:
-        raise keys["elements"].error(f"{keys['elements'].name} must name at least one element")
-    forbid = read_opcodes(keys["forbid"]) if "forbid" in keys else ()
-    for element, opcodes in elements.items():
-        if clash := sorted(set(opcodes) & set(forbid)):
-            raise keys["forbid"].error(f"{keys['forbid'].name} forbids {', '.join(clash)}, which {element} needs")
+def _mma(name: str, node: Node, threads_per_block: int | None) -> MmaKind:
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("thread_group", "elements"), optional=("forbid",))
+        group = keys.get("thread_group", lambda value: _thread_group(value, threads_per_block))
+        elements = keys.get("elements", _elements)
+        forbid = keys.get("forbid", read_opcodes, ())
+        for element, opcodes in (elements or {}).items():
+            if clash := sorted(set(opcodes) & set(forbid)):
+                node = keys.nodes["forbid"]
+                mistakes.add(node.error(f"{node.name} forbids {', '.join(clash)}, which {element} needs"))
     return MmaKind(name=name, thread_group=group, elements=frozen(elements), forbid=forbid, where=node.where)
+
+
+def _thread_group(node: Node, threads_per_block: int | None) -> int:
+    group = node.integer(minimum=32)
+    if group % 32 or (threads_per_block or group) % group:
+        raise node.error(f"thread_group {group} must be whole warps and divide threads_per_block {threads_per_block}")
+    return group
+
+
+def _elements(node: Node) -> dict[str, tuple[str, ...]]:
+    elements = _each(node.named(), lambda _, opcodes: read_opcodes(opcodes))
+    if not elements:
+        raise node.error(f"{node.name} must name at least one element")
+    return elements
 
 
 def read_opcodes(node: Node) -> tuple[str, ...]:

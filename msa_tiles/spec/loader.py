@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.hardware import read_target
 from msa_tiles.spec.inherit import resolved
-from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, frozen
+from msa_tiles.spec.mistakes import Location, Mistakes, SpecError
+from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, Workload, frozen
 from msa_tiles.spec.precisions import read_precisions
-from msa_tiles.spec.source import Location, SpecError, read, shown
+from msa_tiles.spec.source import Node, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
 
+T = TypeVar("T")
 TARGETS, OPERATORS, PRECISIONS = "targets", "operators", "precisions.yaml"
 
 
@@ -24,22 +27,28 @@ def load(specs_dir: Path, *above: Path) -> Specs:
     Directories `above` hold what they need of these. Their files go before those of the same names beneath, and what
     their `precisions.yaml` names before the formats and precisions of the same names.
 
-    Raises SpecError, whose text begins with `file:line: `, at the first mistake.
+    Raises SpecError, whose text has a line `file:line: sentence` for every mistake. What files say of each other is
+    looked at when each of them is right by itself.
     """
     target_files = [_yaml_files(specs_dir / TARGETS), *(_own_files(folder, TARGETS) for folder in above)]
     operator_files = [_yaml_files(specs_dir / OPERATORS), *(_own_files(folder, OPERATORS) for folder in above)]
     precision_files = [specs_dir / PRECISIONS, *(file for folder in above if (file := folder / PRECISIONS).is_file())]
-    for folder in above:
-        _refuse_others(folder)
-    formats, precisions = read_precisions(*map(read, precision_files))
-    targets = resolved([read(file) for file in files] for files in target_files)
-    operators = resolved([read(file) for file in files] for files in operator_files)
-    return link(
-        targets={name: read_target(root, name) for name, root in targets.items()},
-        formats=formats,
-        precisions=precisions,
-        operators={name: read_operator(root, name) for name, root in operators.items()},
-    )
+    with Mistakes() as mistakes:
+        mistakes.each(_refuse_others, above)
+        found = mistakes.read(lambda: read_precisions(*map(read, precision_files)))
+        targets = _read_all(mistakes, target_files, read_target)
+        operators = _read_all(mistakes, operator_files, read_operator)
+    assert found is not None, "otherwise its mistakes have been raised"
+    return link(targets, *found, operators)
+
+
+def _read_all(mistakes: Mistakes, layers: Sequence[Sequence[Path]], reader: Callable[[Node, str], T]) -> dict[str, T]:
+    """What the reader makes of the files of all directories, by their names."""
+    nodes = [mistakes.each(read, files) for files in layers]
+    whole = [len(files) for files in layers] == [len(files) for files in nodes]
+    # Where a file cannot be read at all, who inherits from it cannot either.
+    roots = mistakes.read(resolved, nodes) if whole else None
+    return mistakes.entries(lambda name, root: reader(root, name), roots or {})
 
 
 def link(
@@ -49,13 +58,17 @@ def link(
     operators: Mapping[str, Operator],
 ) -> Specs:
     """Join what the files declare, and check that they agree. Raises SpecError."""
-    _check_precisions(precisions, targets)
-    linked: dict[str, Operator] = {}
-    for name, operator in operators.items():
-        _check_workloads(operator, precisions)
-        _check_tolerance(operator, precisions)
-        linked[name] = _expanded(operator, targets, precisions)
-        _check_rows(linked[name], targets, precisions)
+    with Mistakes() as mistakes:
+        multiplied = mistakes.passes(_check_precisions, precisions, targets)
+        linked: dict[str, Operator] = {}
+        for name, operator in operators.items():
+            mistakes.read(_check_workloads, operator, precisions)
+            # Rows need both.
+            if not mistakes.passes(_check_tolerance, operator, precisions) or not multiplied:
+                continue
+            if (expanded := mistakes.read(_expanded, operator, targets, precisions)) is not None:
+                linked[name] = expanded
+                mistakes.read(_check_rows, expanded, targets, precisions)
     return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(linked))
 
 
@@ -81,44 +94,50 @@ def _yaml_files(directory: Path) -> list[Path]:
 def _check_precisions(precisions: Mapping[str, Precision], targets: Mapping[str, Target]) -> None:
     """Every element that a precision multiplies exists on some target."""
     known = {element for target in targets.values() for kind in target.mma.values() for element in kind.elements}
-    for precision in precisions.values():
-        if precision.multiply not in known:
-            raise SpecError(
-                precision.multiply_where, f"{precision.name} multiplies {precision.multiply!r}, which no target does"
-            )
+    with Mistakes() as mistakes:
+        for precision in precisions.values():
+            if precision.multiply not in known:
+                sentence = f"{precision.name} multiplies {precision.multiply!r}, which no target does"
+                mistakes.add(SpecError(precision.multiply_where, sentence))
 
 
 def _check_workloads(operator: Operator, precisions: Mapping[str, Precision]) -> None:
     """Every workload satisfies the rules at every point it runs at, and the roofline has a value there."""
-    some_precision = next(iter(precisions.values()))
-    for workload in (*operator.verify, *operator.bench):
-        for point in operator.variants.ci if workload.points == "ci" else operator.variants.ci[:1]:
-            try:
-                dims = dims_of(operator, workload, point)
-                broken = [rule for rule in operator.rules if not rule(dims)]
-                known = quantities_of(operator, workload, some_precision, point)
-                for expression in (operator.roofline.flops, operator.roofline.bytes):
-                    expression(known)
-            except (ExpressionError, KeyError) as error:
-                raise SpecError(workload.where, f"workload {workload.label}: {error.args[0]}") from error
-            if broken:
-                raise SpecError(
-                    workload.where,
-                    f"workload {workload.label} at {describe(point)} breaks the rule `{broken[0]}`",
-                )
+    with Mistakes() as mistakes:
+        for workload in (*operator.verify, *operator.bench):
+            mistakes.read(_check_workload, operator, workload, next(iter(precisions.values())))
+
+
+def _check_workload(operator: Operator, workload: Workload, some_precision: Precision) -> None:
+    for point in operator.variants.ci if workload.points == "ci" else operator.variants.ci[:1]:
+        try:
+            dims = dims_of(operator, workload, point)
+            broken = [rule for rule in operator.rules if not rule(dims)]
+            known = quantities_of(operator, workload, some_precision, point)
+            for expression in (operator.roofline.flops, operator.roofline.bytes):
+                expression(known)
+        except (ExpressionError, KeyError) as error:
+            raise SpecError(workload.where, f"workload {workload.label}: {error.args[0]}") from error
+        if broken:
+            raise SpecError(
+                workload.where,
+                f"workload {workload.label} at {describe(point)} breaks the rule `{broken[0]}`",
+            )
 
 
 def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) -> None:
-    for name in operator.tolerance:
-        if name not in precisions:
-            raise SpecError(operator.where, f"tolerance names the precision {name!r}; known: {', '.join(precisions)}")
-    for precision, bounds in operator.tolerance.items():
-        for output, bound in bounds.items():
-            if output in operator.outputs and operator.outputs[output].dtype == "int32" and bound:
-                raise SpecError(
-                    operator.outputs[output].where,
-                    f"output {output!r} holds integers, so its tolerance for {precision} must be 0, not {bound}",
-                )
+    with Mistakes() as mistakes:
+        for name in operator.tolerance:
+            if name not in precisions:
+                sentence = f"tolerance names the precision {name!r}; known: {', '.join(precisions)}"
+                mistakes.add(SpecError(operator.where, sentence))
+        for precision, bounds in operator.tolerance.items():
+            for output, bound in bounds.items():
+                if output in operator.outputs and operator.outputs[output].dtype == "int32" and bound:
+                    sentence = (
+                        f"output {output!r} holds integers, so its tolerance for {precision} must be 0, not {bound}"
+                    )
+                    mistakes.add(SpecError(operator.outputs[output].where, sentence))
 
 
 def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> Operator:
@@ -129,12 +148,14 @@ def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Map
     """
     found: dict[str, KernelRow] = {}
     ordered = sorted(targets.values(), key=lambda target: (target.capability, target.name))
+    mistakes = Mistakes()
     for file in dict.fromkeys(row.where.file for row in operator.kernels):
         rows = [row for row in operator.kernels if row.where.file == file]
         own: dict[str, KernelRow] = {}
         for row in rows:
             if row.target and row.cell in own:
-                raise SpecError(row.where, f"the cell {row.cell} has a row already, on line {own[row.cell].where.line}")
+                sentence = f"the cell {row.cell} has a row already, on line {own[row.cell].where.line}"
+                mistakes.add(SpecError(row.where, sentence))
             own |= {row.cell: row} if row.target else {}
         of_file: dict[str, KernelRow] = {}
         for row in rows:
@@ -142,14 +163,15 @@ def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Map
             others = [dataclasses.replace(row, target=target.name, derived=True) for target in heirs]
             refusals = [unfit(each, operator, targets, precisions) for each in others]
             if not row.target and None not in refusals:
-                raise _at(row, *_telling([each for each in refusals if each is not None]))
+                mistakes.add(_at(row, *_telling([each for each in refusals if each is not None])))
             fitting = (each for each, why in zip(others, refusals, strict=True) if why is None)
             of_file |= {row.cell: row} if row.target else {}
             for each in fitting:
                 if each.cell not in own:
                     of_file.setdefault(each.cell, each)
         found |= of_file
-    return dataclasses.replace(operator, kernels=tuple(found.values()))
+    with mistakes:
+        return dataclasses.replace(operator, kernels=tuple(found.values()))
 
 
 def _telling(refusals: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -169,9 +191,10 @@ def _ancestors(target: Target, targets: Mapping[str, Target]) -> Iterator[str]:
 
 
 def _check_rows(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> None:
-    for row in operator.kernels:
-        if found := unfit(row, operator, targets, precisions):
-            raise _at(row, *found)
+    with Mistakes() as mistakes:
+        for row in operator.kernels:
+            if found := unfit(row, operator, targets, precisions):
+                mistakes.add(_at(row, *found))
 
 
 def unfit(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from msa_tiles.spec.expression import Expression
-from msa_tiles.spec.source import Location
+from msa_tiles.spec.mistakes import Location
 
 DSLS = ("tilelang", "cutedsl")
 WIDE_ELEMENTS = ("float32", "int32")  # every stored element widens to one of them exactly, so no precision lists them

@@ -5,26 +5,40 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from msa_tiles.names import unknown
+from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import EACH_TOKEN, ROLES, Format, Precision, Scale
-from msa_tiles.spec.source import Node
+from msa_tiles.spec.source import Fields, Node
 
 STORAGE_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8, "float8_e8m0fnu": 8, "uint8": 8, "int8": 8}
 SCALE_GRANULARITIES = ("tensor", "head", EACH_TOKEN, "group")
 
 
 def read_precisions(root: Node, *above: Node) -> tuple[dict[str, Format], dict[str, Precision]]:
-    """Formats by name, and precisions by name. Those of files `above` go before those of the same names."""
-    files = [root.fields(("formats", "precisions")), *(each.fields((), ("formats", "precisions")) for each in above)]
-    nodes = {part: {k: v for keys in files if part in keys for k, v in keys[part].named().items()} for part in files[0]}
-    formats = {name: _format(name, node) for name, node in nodes["formats"].items()}
-    precisions: dict[str, Precision] = {}
-    for name, node in nodes["precisions"].items():
-        precisions[name] = precision = _precision(name, node, formats)
-        if name in {format.group for format in formats.values()} and name != precision.group:
-            raise node.error(f"precision {name!r} has the name of a group that it does not belong to")
-        for other in list(precisions.values())[:-1]:
-            if (other.roles, other.output, other.multiply) == (precision.roles, precision.output, precision.multiply):
-                raise node.error(f"precision {name!r} is the same combination as {other.name!r}")
+    """Formats by name, and precisions by name. Those of files `above` go before those of the same names.
+
+    Raises SpecError with every mistake of the files.
+    """
+    parts = ("formats", "precisions")
+    with Mistakes() as mistakes:
+        files = [Fields(mistakes, root, parts), *(Fields(mistakes, each, (), parts) for each in above)]
+        nodes = {part: {k: v for keys in files for k, v in keys.get(part, Node.named, {}).items()} for part in parts}
+        formats = mistakes.entries(_format, nodes["formats"])
+        groups = {format.group for format in formats.values()}
+        # A format with a mistake is known by its name all the same.
+        known = dict.fromkeys(nodes["formats"]) | formats
+        precisions: dict[str, Precision] = {}
+        for name, node in nodes["precisions"].items():
+            precision = mistakes.read(_precision, name, node, known)
+            if precision is None:
+                continue
+            if name in groups and name != precision.group:
+                mistakes.add(node.error(f"precision {name!r} has the name of a group that it does not belong to"))
+            for other in precisions.values():
+                if (other.roles, other.output, other.multiply) == (
+                    precision.roles, precision.output, precision.multiply
+                ):  # fmt: skip
+                    mistakes.add(node.error(f"precision {name!r} is the same combination as {other.name!r}"))
+            precisions[name] = precision
     return formats, precisions
 
 
@@ -42,57 +56,72 @@ def named(names: Iterable[str], groups: Mapping[str, str], known_groups: Collect
 
 
 def _format(name: str, node: Node) -> Format:
-    keys = node.fields(("summary", "group", "element", "bits", "storage"), optional=("packed", "scale", "operand"))
-    bits = keys["bits"].integer(minimum=1)
-    storage = keys["storage"].string(STORAGE_BITS)
-    packed = keys["packed"].integer(minimum=2) if "packed" in keys else 1
+    with Mistakes() as mistakes:
+        keys = Fields(
+            mistakes, node, ("summary", "group", "element", "bits", "storage"), optional=("packed", "scale", "operand")
+        )
+        summary = keys.get("summary", Node.string)
+        group, element = keys.get("group", Node.identifier), keys.get("element", Node.identifier)
+        bits = keys.get("bits", lambda value: value.integer(minimum=1))
+        storage = keys.get("storage", lambda value: value.string(STORAGE_BITS))
+        packed = keys.get("packed", lambda value: value.integer(minimum=2), 1)
+        scale = keys.get("scale", _scale)
+        operand = keys.get("operand", Node.identifier, name)
     if bits * packed != STORAGE_BITS[storage]:
-        raise keys["bits"].error(f"{packed} x {bits} bits do not fill one {storage} of {STORAGE_BITS[storage]} bits")
+        raise keys.nodes["bits"].error(
+            f"{packed} x {bits} bits do not fill one {storage} of {STORAGE_BITS[storage]} bits"
+        )
     return Format(
         name=name,
-        summary=keys["summary"].string(),
-        group=keys["group"].identifier(),
-        element=keys["element"].identifier(),
+        summary=summary,
+        group=group,
+        element=element,
         bits=bits,
         storage=storage,
         packed=packed,
-        scale=_scale(keys["scale"]) if "scale" in keys else None,
-        operand=keys["operand"].identifier() if "operand" in keys else name,
+        scale=scale,
+        operand=operand,
         where=node.where,
     )
 
 
-def _precision(name: str, node: Node, formats: Mapping[str, Format]) -> Precision:
-    keys = node.fields(("query", "multiply", "output"), optional=ROLES[1:])
-    roles = {role: formats[keys[role].string(formats)] for role in ROLES if role in keys}
-    if len(roles) < 2:
-        raise node.error(f"precision {name!r} needs key_value, index_key or both")
-    if len(roles) == len(ROLES) and roles["key_value"] != roles["index_key"]:
-        raise keys["index_key"].error(
+def _precision(name: str, node: Node, formats: Mapping[str, Format | None]) -> Precision | None:
+    """None where a format that it names has a mistake of its own."""
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("query", "multiply", "output"), optional=ROLES[1:])
+        names = {role: keys.get(role, lambda value: value.string(formats)) for role in ROLES if role in keys}
+        multiply = keys.get("multiply", Node.identifier)
+        output = keys.get("output", lambda value: value.string(("bfloat16", "float32")))
+        if len(names) < 2:
+            mistakes.add(node.error(f"precision {name!r} needs key_value, index_key or both"))
+    if len(names) == len(ROLES) and names["key_value"] != names["index_key"]:
+        raise keys.nodes["index_key"].error(
             "a precision for attention and the indexer has one format for key_value and index_key; a call may have two "
             "precisions"
         )
+    roles = {role: formats[format_name] for role, format_name in names.items()}
+    query = roles["query"]
+    if query is None or None in roles.values():
+        return None
     return Precision(
         name=name,
-        query=roles["query"],
+        query=query,
         key_value=roles.get("key_value"),
         index_key=roles.get("index_key"),
-        multiply=keys["multiply"].identifier(),
-        output=keys["output"].string(("bfloat16", "float32")),
+        multiply=multiply,
+        output=output,
         where=node.where,
-        multiply_where=keys["multiply"].where,
+        multiply_where=keys.nodes["multiply"].where,
     )
 
 
 def _scale(node: Node) -> Scale:
-    keys = node.fields(("dtype", "per"), optional=("group", "global_dtype"))
-    per = keys["per"].strings(SCALE_GRANULARITIES)
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("dtype", "per"), optional=("group", "global_dtype"))
+        dtype = keys.get("dtype", lambda value: value.string(STORAGE_BITS))
+        per = keys.get("per", lambda value: value.strings(SCALE_GRANULARITIES))
+        group = keys.get("group", lambda value: value.integer(minimum=2), 0)
+        global_dtype = keys.get("global_dtype", lambda value: value.string(("float32",)))
     if ("group" in per) != ("group" in keys):
-        raise keys["per"].error(f"{node.name}.group must be given exactly when scales are kept per group")
-    return Scale(
-        dtype=keys["dtype"].string(STORAGE_BITS),
-        per=per,
-        group=keys["group"].integer(minimum=2) if "group" in keys else 0,
-        global_dtype=keys["global_dtype"].string(("float32",)) if "global_dtype" in keys else None,
-        where=node.where,
-    )
+        raise keys.nodes["per"].error(f"{node.name}.group must be given exactly when scales are kept per group")
+    return Scale(dtype=dtype, per=per, group=group, global_dtype=global_dtype, where=node.where)

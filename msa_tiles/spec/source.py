@@ -9,11 +9,14 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from msa_tiles.spec.mistakes import Location, Mistakes, SpecError
 
 Scalar = str | int | float | bool | None
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # composes nodes; nothing is ever constructed of a tag
@@ -24,24 +27,6 @@ LARGEST = 1 << 62  # of integers
 _LONGEST_NAME = 64
 # Of characters that no text of a spec holds: they end a line, or are seen as something else.
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-@dataclass(frozen=True)
-class Location:
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-class SpecError(ValueError):
-    """A mistake in a spec or a skeleton. The text is `file:line: sentence`."""
-
-    def __init__(self, where: Location, sentence: str) -> None:
-        super().__init__(f"{where}: {sentence}")
-        self.where = where
-        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -60,19 +45,22 @@ class Node:
         return SpecError(self.where, sentence)
 
     def fields(self, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Node]:
-        """The values of a mapping with a fixed set of keys."""
-        required = tuple(required)
-        known = (*required, *optional)
+        """The values of a mapping with a fixed set of keys. Raises SpecError for all keys that are wrong."""
+        with Mistakes() as mistakes:
+            return self.known(required := tuple(required), (*required, *optional), mistakes)
+
+    def known(self, required: Iterable[str], known: Sequence[str], mistakes: Mistakes) -> dict[str, Node]:
+        """Those values whose keys are known; the others, and required ones that are missing, are mistakes."""
         found = self.entries()
         for key, node in found.items():
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-                raise node.error(f"unknown key {key!r} in {self.title}; {hint}")
+                mistakes.add(node.error(f"unknown key {key!r} in {self.title}; {hint}"))
         for key in required:
             if key not in found:
-                raise self.error(f"{self.title} lacks the key {key!r}")
-        return found
+                mistakes.add(self.error(f"{self.title} lacks the key {key!r}"))
+        return {key: node for key, node in found.items() if key in known}
 
     def entries(self) -> dict[str, Node]:
         """The values of a mapping whose keys are free names."""
@@ -80,21 +68,25 @@ class Node:
             raise self.error(f"{self.title} must be a mapping, not {self._kind()}")
         self._refuse_tags()
         found: dict[str, Node] = {}
-        for key_node, value_node in self.yaml.value:
-            where = Location(self.where.file, key_node.start_mark.line + 1)
-            key = Node(key_node, where, f"a key of {self.title}").string()
-            if key in found:
-                raise SpecError(
-                    where, f"duplicate key {key!r} in {self.title}; it is first on line {found[key].where.line}"
-                )
-            found[key] = Node(value_node, where, f"{self.name}.{key}" if self.name else key)
+        with Mistakes() as mistakes:
+            for key_node, value_node in self.yaml.value:
+                where = Location(self.where.file, key_node.start_mark.line + 1)
+                key = mistakes.read(Node(key_node, where, f"a key of {self.title}").string)
+                if key is not None and key in found:
+                    first = found[key].where.line
+                    mistakes.add(
+                        SpecError(where, f"duplicate key {key!r} in {self.title}; it is first on line {first}")
+                    )
+                elif key is not None:
+                    found[key] = Node(value_node, where, f"{self.name}.{key}" if self.name else key)
         return found
 
     def named(self) -> dict[str, Node]:
         """The values of a mapping whose keys become names in code, files or cells."""
         found = self.entries()
-        for name, node in found.items():
-            node.check_name(name)
+        with Mistakes() as mistakes:
+            for name, node in found.items():
+                mistakes.read(node.check_name, name)
         return found
 
     def items(self) -> list[Node]:
@@ -167,11 +159,15 @@ class Node:
 
     def strings(self, choices: Iterable[str] | None = None) -> tuple[str, ...]:
         """A list of distinct texts."""
-        return self._distinct([item.string(choices) for item in self.items()])
+        with Mistakes() as mistakes:
+            values = mistakes.each(lambda item: item.string(choices), self.items())
+        return self._distinct(values)
 
     def integers(self, minimum: int | None = None) -> tuple[int, ...]:
         """A list of distinct integers."""
-        return self._distinct([item.integer(minimum) for item in self.items()])
+        with Mistakes() as mistakes:
+            values = mistakes.each(lambda item: item.integer(minimum), self.items())
+        return self._distinct(values)
 
     def _distinct(self, values: Sequence) -> tuple:
         for position, value in enumerate(values):
@@ -187,6 +183,27 @@ class Node:
         if isinstance(self.yaml, yaml.MappingNode):
             return "a mapping"
         return "a list" if self.is_list() else "a single value"
+
+
+class Fields:
+    """The values of a mapping with fixed keys, as far as they are there and right: `keys = Fields(mistakes, node, …)`.
+
+    A key that is missing, unknown or mistaken is told by `mistakes`, and reads as `default`.
+    """
+
+    def __init__(self, mistakes: Mistakes, node: Node, required: Iterable[str], optional: Iterable[str] = ()) -> None:
+        self.mistakes = mistakes
+        self.nodes = mistakes.read(node.known, required := tuple(required), (*required, *optional), mistakes) or {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.nodes
+
+    def get(self, key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:
+        """What the reader makes of the value of a key."""
+        if key not in self.nodes:
+            return default
+        found = self.mistakes.read(lambda: (reader(self.nodes[key]),))
+        return default if found is None else found[0]
 
 
 def read(path: Path) -> Node:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from msa_tiles.spec.model import POSITION_DIMS, Parameter, Tensor, Variants, Workload, frozen
-from msa_tiles.spec.source import Node
+from msa_tiles.spec.mistakes import Mistakes
+from msa_tiles.spec.model import POSITION_DIMS, Parameter, Variants, Workload, frozen
+from msa_tiles.spec.source import Fields, Node
 
 SELECTIONS = ("uniform", "sticky")
 VALUES = ("normal", "integer")
@@ -18,50 +20,69 @@ _OWN_KEYS = ("label", "sequences", "values", "selection", "points")
 def read_workloads(
     node: Node,
     dims: dict[str, Any],
-    parameters: dict[str, Parameter],
-    inputs: dict[str, Tensor],
+    parameters: Mapping[str, Parameter | None],
+    reads_ids: bool,
     variants: Variants,
 ) -> tuple[tuple[Workload, ...], tuple[Workload, ...]]:
-    """(verify, bench). `defaults` holds what every workload shares; a workload's own keys win."""
-    keys = node.fields(("verify", "bench"), optional=("defaults",))
+    """(verify, bench). `defaults` holds what every workload shares; a workload's own keys win.
+
+    `parameters` are None where they have a mistake; what workloads say of those is not read. `reads_ids` says whether
+    block ids are among the inputs.
+    """
     free = [name for name, value in dims.items() if value is None and name not in POSITION_DIMS]
-    settable = [*free, *variants.capacity, *(name for name, p in parameters.items() if p.type != "dim")]
-    defaults = keys["defaults"].fields((), optional=settable) if "defaults" in keys else {}
-    reads_ids = "block_indices" in inputs
+    settable = [*free, *variants.capacity, *(name for name, p in parameters.items() if p is None or p.type != "dim")]
+
+    def value_of(name: str, value: Node) -> Any:
+        if name in dims:
+            return value.integer(minimum=1)
+        parameter = parameters[name]
+        return None if parameter is None else parameter_value(value, parameter.type, parameter.choices)
 
     def read(item: Node) -> Workload:
-        own = item.fields(("label", "sequences"), optional=(*_OWN_KEYS[2:], *settable))
-        given = defaults | {name: value for name, value in own.items() if name in settable}
-        for name in free:
-            if name not in given:
-                raise item.error(f"{item.name} gives no value for the dim {name!r}, and neither do the defaults")
-        if reads_ids != ("selection" in own):
-            wanted = f"needs `selection`, one of {', '.join(SELECTIONS)}" if reads_ids else "takes no `selection`"
-            raise item.error(f"{item.name} {wanted}: it is about the block ids that the operator reads")
+        with Mistakes() as mistakes:
+            own = Fields(mistakes, item, ("label", "sequences"), optional=(*_OWN_KEYS[2:], *settable))
+            given = defaults | {name: value for name, value in own.nodes.items() if name in settable}
+            for name in free:
+                if name not in given:
+                    mistakes.add(
+                        item.error(f"{item.name} gives no value for the dim {name!r}, and neither do the defaults")
+                    )
+            if reads_ids != ("selection" in own):
+                wanted = f"needs `selection`, one of {', '.join(SELECTIONS)}" if reads_ids else "takes no `selection`"
+                mistakes.add(item.error(f"{item.name} {wanted}: it is about the block ids that the operator reads"))
+            label = own.get("label", _label)
+            sequences = own.get("sequences", _sequences)
+            values = mistakes.entries(value_of, given)
+            drawn = own.get("values", lambda node: node.string(VALUES), "normal")
+            selection = own.get("selection", lambda node: node.string(SELECTIONS))
+            points = own.get("points", lambda node: node.string(POINTS), "m3")
         return Workload(
-            label=_label(own["label"]),
-            sequences=tuple(_lengths(pair) for pair in own["sequences"].items()),
-            dims=frozen({name: given[name].integer(minimum=1) for name in given if name in dims}),
-            parameters=frozen(
-                {
-                    name: parameter_value(given[name], parameters[name].type, parameters[name].choices)
-                    for name in given
-                    if name not in dims
-                }
-            ),
-            values=own["values"].string(VALUES) if "values" in own else "normal",
-            selection=own["selection"].string(SELECTIONS) if "selection" in own else None,
-            points=own["points"].string(POINTS) if "points" in own else "m3",
+            label=label,
+            sequences=sequences,
+            dims=frozen({name: value for name, value in values.items() if name in dims}),
+            parameters=frozen({name: value for name, value in values.items() if name not in dims}),
+            values=drawn,
+            selection=selection,
+            points=points,
             where=item.where,
         )
 
-    verify = _unique_labels(keys["verify"], read)
-    bench = _unique_labels(keys["bench"], read)
-    if len(variants.ci) > 1 and all(workload.points != "ci" for workload in verify):
-        raise keys["verify"].error("no verify workload has `points: ci`, so most declared values would never run")
-    for name, value in defaults.items():
-        if all(name in item.entries() for item in (*keys["verify"].items(), *keys["bench"].items())):
-            raise value.error(f"default {name!r} is overridden by every workload")
+    with Mistakes() as mistakes:
+        keys = Fields(mistakes, node, ("verify", "bench"), optional=("defaults",))
+        defaults = Fields(mistakes, keys.nodes["defaults"], (), settable).nodes if "defaults" in keys else {}
+        verify = keys.get("verify", lambda value: _unique_labels(value, read))
+        bench = keys.get("bench", lambda value: _unique_labels(value, read))
+        if verify and len(variants.ci) > 1 and all(workload.points != "ci" for workload in verify):
+            mistakes.add(
+                keys.nodes["verify"].error(
+                    "no verify workload has `points: ci`, so most declared values would never run"
+                )
+            )
+    every = (*keys.nodes["verify"].items(), *keys.nodes["bench"].items())
+    with Mistakes() as mistakes:
+        for name, value in defaults.items():
+            if all(name in item.entries() for item in every):
+                mistakes.add(value.error(f"default {name!r} is overridden by every workload"))
     return verify, bench
 
 
@@ -73,20 +94,29 @@ def _label(node: Node) -> str:
     return label
 
 
-def _unique_labels(node: Node, read: Any) -> tuple[Workload, ...]:
-    workloads: list[Workload] = []
-    for item in node.items():
-        workload = read(item)
-        if any(workload.label == other.label for other in workloads):
-            raise item.error(f"{node.name} has the label {workload.label!r} twice")
-        workloads.append(workload)
-    if not workloads:
-        raise node.error(f"{node.name} must list at least one workload")
-    return tuple(workloads)
+def _unique_labels(node: Node, read: Callable[[Node], Workload]) -> tuple[Workload, ...]:
+    workloads: dict[str, Workload] = {}
+    with Mistakes() as mistakes:
+        items = node.items()
+        for item in items:
+            workload = mistakes.read(read, item)
+            if workload is not None and workload.label in workloads:
+                mistakes.add(item.error(f"{node.name} has the label {workload.label!r} twice"))
+            elif workload is not None:
+                workloads[workload.label] = workload
+        if not items:
+            mistakes.add(node.error(f"{node.name} must list at least one workload"))
+    return tuple(workloads.values())
+
+
+def _sequences(node: Node) -> tuple[tuple[int, int], ...]:
+    with Mistakes() as mistakes:
+        return tuple(mistakes.each(_lengths, node.items()))
 
 
 def _lengths(node: Node) -> tuple[int, int]:
-    pair = [item.integer(minimum=0) for item in node.items()]
+    with Mistakes() as mistakes:
+        pair = mistakes.each(lambda item: item.integer(minimum=0), node.items())
     if len(pair) != 2 or max(pair) > LONGEST:
         raise node.error(f"{node.name} must be [queries, keys], of at most {LONGEST} each")
     return pair[0], pair[1]

@@ -202,6 +202,16 @@ MISTAKES = {
 # fmt: on
 
 
+# How many mistakes there are where one change makes several.
+CONSEQUENCES = {
+    "unknown key of a row": 2,  # mma is lacking, too
+    "dim with the name of a quantity": 4,  # topk was used in three places
+    "no value for a dim": 16,  # of each workload
+    "tolerance of no output": 2,  # out is lacking, too
+    "name that is a word of Python": 3,  # out is unknown, class is lacking
+}
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name: str, specs: Path) -> None:
     file, old, new, offset, sentence = MISTAKES[name]
@@ -211,11 +221,77 @@ def test_mistake(name: str, specs: Path) -> None:
     (specs / file).write_text(text[:at] + new + text[at + len(old) :])
     with pytest.raises(SpecError, match=sentence) as caught:
         load(specs)
-    assert str(caught.value) == f"{caught.value.where}: {caught.value.sentence}"
-    assert caught.value.where.file == f"specs/{file}"
+    mistakes = caught.value.mistakes
+    assert str(caught.value) == "\n".join(f"{mistake.where}: {mistake.sentence}" for mistake in mistakes)
+    found, *_ = [mistake for mistake in mistakes if re.search(sentence, mistake.sentence)]
+    assert found.where.file == f"specs/{file}"
     if offset is not None:
         first_line = text[:at].count("\n") + 1
-        assert caught.value.where.line == first_line + offset
+        assert found.where.line == first_line + offset
+    assert len(mistakes) == CONSEQUENCES.get(name, 1)
+
+
+# Changes that leave each other alone, in three files, and lines that are looked for with their files.
+SEVERAL = (
+    *("unknown key", "op of another file", "unknown name in a shape", "no arithmetic", "true or false wanted"),
+    *("tolerance of no output", "no legal choice", "tile of nothing", "item twice", "undeclared feature", "no opcode"),
+    *("unknown key of a row", "arch of another capability", "shared memory", "thread group"),
+    *("unknown default device", "bits that do not fill the storage", "unknown format", "group without its size"),
+    *("lengths", "label with a space", "number too small"),
+)
+
+
+def test_all_mistakes_of_all_files_are_told_at_once(specs: Path) -> None:
+    """Each with the sentence that it has alone, by file, and in a file by line."""
+    originals = {file: (specs / file).read_text() for file, *_ in MISTAKES.values()}
+    places: dict[str, list[tuple[int, int, str]]] = {file: [] for file in originals}
+    for name in SEVERAL:
+        file, old, new, _, _ = MISTAKES[name]
+        places[file].append((originals[file].index(old), len(old), new))
+    for file, changes in places.items():
+        text = originals[file]
+        for at, length, new in sorted(changes, reverse=True):
+            text = text[:at] + new + text[at + length :]
+        (specs / file).write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    found = caught.value.mistakes
+    for name in SEVERAL:
+        file, *_, sentence = MISTAKES[name]
+        assert any(m.where.file == f"specs/{file}" and re.search(sentence, m.sentence) for m in found), (
+            f"{name}\n{caught.value}"
+        )
+    assert str(caught.value).splitlines() == [f"{m.where}: {m.sentence}" for m in found]
+    assert len(found) == sum(CONSEQUENCES.get(name, 1) for name in SEVERAL)
+    files = [m.where.file for m in found]
+    assert all(files.index(file) + files.count(file) - 1 == len(files) - 1 - files[::-1].index(file) for file in files)
+    for file in files:
+        lines = [m.where.line for m in found if m.where.file == file]
+        assert lines == sorted(lines)
+
+
+def test_all_keys_that_are_missing_are_told_at_once(specs: Path) -> None:
+    text = (specs / TOPK).read_text()
+    for key in ("summary", "reference"):
+        text = re.sub(rf"^{key}: .*\n", "", text, flags=re.MULTILINE)
+    (specs / TOPK).write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    assert [m.sentence for m in caught.value.mistakes] == [
+        "the file lacks the key 'summary'",
+        "the file lacks the key 'reference'",
+    ]
+
+
+def test_a_part_that_depends_on_a_mistake_is_not_told(specs: Path) -> None:
+    """A dim that cannot be read is still a name in shapes, and a format that has a mistake is still known."""
+    path = specs / ATTENTION
+    path.write_text(path.read_text().replace("  topk: runtime", "  topk: '1 +'"))
+    path = specs / PRECISIONS
+    path.write_text(path.read_text().replace("bits: 16", "bits: some"))
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    assert [m.where.file for m in caught.value.mistakes] == [f"specs/{PRECISIONS}", f"specs/{ATTENTION}"]
 
 
 def test_default_that_nobody_uses(specs: Path) -> None:
