@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from msa_tiles.explaining import Explanation
     from msa_tiles.runtime.packs import Pack
     from msa_tiles.trees import Use
 
@@ -38,3 +42,12 @@ def use_tree(path: str | os.PathLike[str]) -> Use:
     from msa_tiles import trees
 
     return trees.use(path)
+
+
+def explain(
+    operator: Callable[..., Any], /, *arguments: Any, device: str | torch.device | None = None, **named: Any
+) -> Explanation:
+    """What ``operator(*arguments, **named)`` would do: `msa_tiles.explaining.explain`, which says more."""
+    from msa_tiles import explaining
+
+    return explaining.explain(operator, *arguments, device=device, **named)

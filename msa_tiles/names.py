@@ -22,6 +22,6 @@ def check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise ValueError(unknown(what, name, known))
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 token`, `2 tokens`, `16,384 tokens`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,14 +14,37 @@ from msa_tiles.call import validate
 BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 
 
+_rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", default=False)
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Tensors of any device are taken for CUDA tensors: for whoever asks what a call would do, and runs nothing."""
+    before = _rehearsed.set(True)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(before)
+
+
+def rehearsed() -> bool:
+    """Whether somebody asks what a call would do."""
+    return not torch.compiler.is_compiling() and _rehearsed.get()  # Dynamo traces no context variable
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether calls of tensors on a device run on kernels, where none is named."""
+    return device.type == "cuda" or rehearsed()
+
+
 def check(value: Any, device: torch.device) -> None:
     """A known backend that the device can have."""
     validate.one_of("backend", value, BACKENDS)
-    if device.type != "cuda" and value not in ("auto", "reference"):
+    if not has_kernels(device) and value not in ("auto", "reference"):
         wanted = "'auto' or 'reference', kernels need CUDA tensors"
         validate.refuse("backend", f"{value!r} for tensors on {device}", wanted)
 
 
 def runs_reference(backend: str, device: torch.device) -> bool:
     """CPU tensors run on the reference; CUDA tensors only when it is asked for."""
-    return backend == "reference" or device.type != "cuda"
+    return backend == "reference" or not has_kernels(device)

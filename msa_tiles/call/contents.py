@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from msa_tiles.call import backends, validate
 from msa_tiles.call.where import Where
 from msa_tiles.reference.batch import Batch, key_rows, read_batch
 
+Check = TypeVar("Check", bound=Callable[..., None])
 
+
+def _of_values(check: Check) -> Check:
+    """In a rehearsal tensors hold no values: those that they stand for are looked at."""
+
+    @functools.wraps(check)
+    def checked(*arguments: Any, **named: Any) -> None:
+        if torch.compiler.is_compiling() or not any(
+            isinstance(part, FakeTensor) for value in (*arguments, *named.values()) for part in _parts(value)
+        ):
+            return check(*arguments, **named)
+        with unset_fake_temporarily():
+            real = {name: _real(value) for name, value in named.items()}
+            return check(*map(_real, arguments), **real)
+
+    return cast(Check, checked)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _real(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        parts = [_real(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if not isinstance(value, FakeTensor):
+        return value
+    real = getattr(value, "stands_for", None)
+    if real is None or real.is_meta:
+        validate.refuse("check", "True for tensors without values", "False, or tensors on a CPU or a GPU")
+    return real
+
+
+@_of_values
 def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
     """Cumulative lengths sorted and inside their tensors, lengths and pages inside the storage, host bounds kept."""
     if torch.compiler.is_compiling():
@@ -50,6 +95,7 @@ def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
         _check_pages(where.page_table, lengths_k, keys)
 
 
+@_of_values
 def check_offsets(where: Where, block_size: int, backend: str, device: torch.device) -> None:
     """Refuse offsets that kernels cannot serve. Reads them to the host."""
     if where.k_offset is None or backends.runs_reference(backend, device):
@@ -60,6 +106,7 @@ def check_offsets(where: Where, block_size: int, backend: str, device: torch.dev
             validate.refuse("k_offset", f"{offset} for request {request}", wanted)
 
 
+@_of_values
 def check_block_indices(block_indices: Tensor, where: Where, block_size: int, keys: Tensor | None) -> None:
     """Ids are -1 or a block of the query's request, and distinct within a row."""
     batch = _batch(where, block_indices.shape[1], block_indices.device, keys)
@@ -88,6 +135,7 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
         )
 
 
+@_of_values
 def check_valid_blocks(name: str, value: Tensor, width: int) -> None:
     """Per-token counts of valid blocks lie within the score's columns."""
     if value.numel() and (int(value.min()) < 0 or int(value.max()) > width):
@@ -96,6 +144,7 @@ def check_valid_blocks(name: str, value: Tensor, width: int) -> None:
         )
 
 
+@_of_values
 def check_score_width(
     width: int, where: Where, total_q: int, block_size: int, like: Tensor, keys: Tensor | None
 ) -> None:
@@ -108,6 +157,7 @@ def check_score_width(
         )
 
 
+@_of_values
 def check_scales(
     where: Where, queries: Tensor, keys: Tensor, of_queries: Mapping[str, Any], of_keys: Mapping[str, Any]
 ) -> None:

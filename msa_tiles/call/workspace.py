@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from msa_tiles.call import validate
 
@@ -31,9 +32,19 @@ def workspace_or_bytes(value: Any, like: Tensor, like_name: str) -> tuple[Tensor
     return None, workspace_bytes(value)
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor's elements begin; of a tensor without memory, where they would, behind an aligned place."""
+    if isinstance(tensor, FakeTensor):
+        tensor = getattr(tensor, "stands_for", tensor)
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return tensor.data_ptr()
+    # Far from every other storage.
+    return (tensor.untyped_storage()._cdata << 44) + tensor.storage_offset() * tensor.element_size()
+
+
 def check_alignment(name: str, tensor: Tensor) -> None:
     """Refuse a scratch tensor that begins at an odd place; addresses are unknown while a graph is traced."""
-    behind = tensor.data_ptr() % ALIGNMENT
+    behind = address(tensor) % ALIGNMENT
     if behind:
         came = f"an address {behind} bytes behind a multiple of {ALIGNMENT}"
         validate.refuse(name, came, f"a multiple of {ALIGNMENT}")

@@ -27,6 +27,7 @@ from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup, operands, places, schedules, windows, workspaces
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime.facts import multiprocessors
 
 LOG2_E = math.log2(math.e)
 
@@ -223,7 +224,7 @@ def find(facts: CallFacts, call: AttentionCall, out: Tensor) -> Launch:
     given, backend, block_size = call.operands, call.backend, call.block_size
     total_q, num_q_heads, head_dim = given.q.shape
     num_kv_heads, _, topk = given.block_indices.shape
-    num_sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    num_sms = multiprocessors(call.device)
     most = call.workspace_bytes // workspaces.partial_bytes(topk, num_q_heads, head_dim)
     attender = _find(facts, backend, "sparse_attention", facts.variant)
     scheduler = None if given.schedule is not None else schedules.find(facts, backend, block_size)

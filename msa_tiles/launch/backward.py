@@ -20,6 +20,7 @@ from msa_tiles.launch import lookup, places, schedules, windows
 from msa_tiles.launch.attention import LOG2_E
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime.facts import multiprocessors
 
 # Tasks of the schedule that one task of the backward takes: its sums of dK and dV leave the registers once.
 TASKS = 2
@@ -173,7 +174,7 @@ def merge_gradients(
 
 
 def _num_ctas(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device)
 
 
 def _find(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int]) -> Any:

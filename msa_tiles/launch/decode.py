@@ -25,6 +25,7 @@ from msa_tiles.launch import index, lookup, operands, places, workspaces
 from msa_tiles.launch.index import AppliedScales, applied_scales
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime.facts import multiprocessors
 
 LOG2_E = math.log2(math.e)
 
@@ -52,10 +53,9 @@ def place(where: Where, total_q: int, total_k: int, device: torch.device) -> Pla
     return places.starting_at(where, starts_q, starts_k)
 
 
-@functools.lru_cache(maxsize=64)
 def num_sms(index: int) -> int:
     """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    return multiprocessors(index)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from msa_tiles.call import backends
 from msa_tiles.call.dense import DenseCall, DenseGradients
 from msa_tiles.launch import places
-from msa_tiles.runtime import NoKernelError
+from msa_tiles.runtime import NoKernelError, facts
 
 NAMES = ("fa4", "torch")
 
@@ -35,6 +36,8 @@ class Sequences(NamedTuple):
 
 def run(call: DenseCall, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse of a call."""
+    if backends.rehearsed():  # other libraries do not run on tensors without values
+        return
     library = choose(call.q, call.backend)
     if call.is_empty:
         out.zero_()
@@ -102,7 +105,7 @@ def _refusal(name: str, q: Tensor) -> str | None:
         return missing
     if q.shape[2] > widest or q.shape[2] % 8:
         return f"head_dim is {q.shape[2]}, wanted a multiple of 8 up to {widest}"
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = facts.capability(q.device)
     if capability < least:
         return f"it needs capability {least[0]}.{least[1]}, the device has {capability[0]}.{capability[1]}"
     return None

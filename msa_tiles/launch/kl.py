@@ -26,6 +26,7 @@ from msa_tiles.launch import lookup, places, schedules, windows
 from msa_tiles.launch.attention import LOG2_E
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime.facts import multiprocessors
 
 # Blocks of the prefix that make up one schedule: the most slots that an edge can name.
 PREFIX_SLOTS = 64
@@ -139,7 +140,7 @@ def launch(
     num_tasks = _most_tasks(window * topk, num_requests, reach, block_size)
     if made is not None:
         window, num_tasks = made[0].window, made[0].tasks.shape[2]
-    num_ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
+    num_ctas = multiprocessors(q.device)
     weights = call.token_weights
     if weights is None:
         weights = torch.ones(total_q, dtype=torch.float32, device=q.device)

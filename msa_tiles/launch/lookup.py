@@ -11,7 +11,7 @@ from torch import Tensor
 
 from msa_tiles import runtime, trees
 from msa_tiles.call.where import Where
-from msa_tiles.call.workspace import ALIGNMENT
+from msa_tiles.call.workspace import ALIGNMENT, address
 from msa_tiles.runtime import CallFacts, tuned
 from msa_tiles.spec import load
 
@@ -130,7 +130,7 @@ def expanded(tensor: Tensor) -> bool:
 
 def aligned(tensor: Tensor) -> bool:
     """Whether every row of a tensor begins where TMA boxes and the widest loads may."""
-    if tensor.data_ptr() % ALIGNMENT:
+    if address(tensor) % ALIGNMENT:
         return False
     width = tensor.element_size()
     return all(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from msa_tiles.call import validate
+from msa_tiles.call.workspace import address
 
 
 def refuse_overlaps(
@@ -26,7 +27,7 @@ def refuse_overlaps(
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share bytes, as far as can be told: rows that interleave with equal strides do not."""
-    first, last = one.data_ptr(), other.data_ptr()
+    first, last = address(one), address(other)
     if not one.numel() or not other.numel():
         return False
     if first + _span(one) <= last or last + _span(other) <= first:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -75,7 +77,7 @@ def untraced() -> bool:
 def plain(arguments: Sequence[Any]) -> bool:
     """Is this an eager call on ordinary tensors, without gradients?"""
     if not untraced():
-        return False
+        return not torch.compiler.is_compiling() and _rehearsed.get()
     recording = torch.is_grad_enabled()
     for value in arguments:
         if not isinstance(value, Tensor):
@@ -86,6 +88,17 @@ def plain(arguments: Sequence[Any]) -> bool:
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+_rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", default=False)
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Calls on fake tensors go the way of eager ones, past the dispatcher. The reference, which reads values, rests."""
+    before = _rehearsed.set(True)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(before)
 
 
 def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tensor | None]) -> None:
@@ -126,7 +139,11 @@ def define(
     def write(call: Any, *results: Tensor | None) -> None:
         if scratch is not None and len(results) > len(outputs) and (given := results[-1]) is not None:
             check_alignment(scratch, given)
-        fill = reference if backends.runs_reference(call.backend, call.device) else kernels
+        fill = kernels
+        if backends.runs_reference(call.backend, call.device):
+            if _rehearsed.get():
+                return
+            fill = reference
         device = call.device.type
         if torch.is_autocast_enabled(device):
             # It would recast the steps inside an operator, and their accumulators with them.

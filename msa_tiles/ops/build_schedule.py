@@ -48,7 +48,7 @@ def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int,
         contents.check_offsets(where, block_size, backend, block_indices.device)
         contents.check_block_indices(block_indices, where, block_size, None)
     _, total_q, topk = block_indices.shape
-    window = schedules.choose_window(block_indices) if block_indices.device.type == "cuda" else total_q
+    window = schedules.choose_window(block_indices) if backends.has_kernels(block_indices.device) else total_q
     edges, tasks, counts = _OPERATOR.functional(ScheduleCall(block_indices, where, block_size, window, backend))
     max_pages = 0 if where.page_table is None else where.page_table.shape[1]
     sharded, counted = where.k_offset is not None, where.cu_seqlens_k is not None or where.seqused_k is not None
@@ -57,7 +57,7 @@ def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int,
 
 def _allocate(call: ScheduleCall) -> tuple[Tensor, ...]:
     block_indices, where = call.block_indices, call.where
-    if block_indices.device.type == "cuda":
+    if backends.has_kernels(block_indices.device):
         return schedules.allocate(
             block_indices,
             num_requests=where.num_requests,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import reference
-from msa_tiles.call import contents, validate
+from msa_tiles.call import backends, contents, validate
 from msa_tiles.call.attention import check_tensors
 from msa_tiles.call.dense import DenseCall, DenseGradients
 from msa_tiles.call.where import Where
@@ -49,7 +49,7 @@ def dense_attention(
     where = Where(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_tensors(q, k, v, where, 1)
     validate.one_of("backend", backend, BACKENDS)
-    if q.device.type != "cuda" and backend in dense.NAMES:
+    if not backends.has_kernels(q.device) and backend in dense.NAMES:
         validate.refuse("backend", f"{backend!r} for tensors on {q.device}", "'auto' or 'reference'")
     where.validate(q.shape[0], q, "q", k)
     if check:

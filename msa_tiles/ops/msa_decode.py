@@ -7,7 +7,7 @@ from torch import Tensor
 
 from msa_tiles import reference
 from msa_tiles.call import attention as calls
-from msa_tiles.call import indexer, step, validate
+from msa_tiles.call import backends, indexer, step, validate
 from msa_tiles.call.attention import AttentionCall
 from msa_tiles.call.step import StepCall
 from msa_tiles.call.where import Where
@@ -123,7 +123,7 @@ def decode_workspace_bytes(
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
-    if q.device.type != "cuda" or q.numel() == 0:
+    if not backends.has_kernels(q.device) or q.numel() == 0:
         return 0
     like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
     num_blocks = 0 if idx_q is None else -(-max_seqlen_k // block_size)

@@ -16,8 +16,9 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from msa_tiles import trees
 from msa_tiles.runtime import packs, toolchain, tuned
@@ -111,21 +112,22 @@ def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], 
 def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, backend: str) -> Candidate:
     variant, misfit = fit_variant(cell, call.variant)
     missing = sorted(call.features - cell.features)
-    packed = None
-    if backend not in ("auto", cell.dsl):
-        refusal: str | None = f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"
-    elif not _runs_on(cell, device, registry):
-        refusal = f"it is for {cell.target}, the call is on {device}"
-    elif not _stored_alike(cell, call, registry):
-        refusal = f"it takes {cell.precision}, the call is {call.precision}"
-    elif misfit or missing or call.refusals:
-        why = cell.entry["refuses"]
-        unserved = [f"it does not serve {name}" + (f" ({why[name]})" if name in why else "") for name in missing]
-        refusal = "; ".join([*([misfit] if misfit else []), *unserved, *call.refusals])
-    else:
-        packed = packs.find(cell, variant)
-        refusal = None if packed else _not_compilable(cell, variant)
-    return Candidate(cell, variant, refusal, packed)
+    alike = _stored_alike(cell, call, registry)
+    if not alike:  # what only its precision has is no further reason
+        _, misfit = fit_variant(cell, {**{name: cell.variants[name][0] for name in cell.variants}, **call.variant})
+    why = cell.entry["refuses"]
+    refusals = [f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"] * (backend not in ("auto", cell.dsl))
+    if not _runs_on(cell, device, registry):
+        refusals.append(f"it is for {cell.target}, the call is on {device}")
+    if not alike:
+        refusals.append(f"it takes {cell.precision}, the call is {call.precision}")
+    refusals += [misfit] if misfit else []
+    refusals += [f"it does not serve {name}" + (f" ({why[name]})" if name in why else "") for name in missing]
+    refusals += call.refusals
+    if refusals:
+        return Candidate(cell, variant, "; ".join(refusals))
+    packed = packs.find(cell, variant)
+    return Candidate(cell, variant, None if packed else _not_compilable(cell, variant), packed)
 
 
 def _runs_on(cell: Cell, device: DeviceFacts, registry: Registry) -> bool:
@@ -166,6 +168,23 @@ def preferring(cell: Cell) -> Iterator[None]:
         _preferred.reset(before)
 
 
+Met = Callable[["Decision", bool], Any]
+_met: contextvars.ContextVar[Met | None] = contextvars.ContextVar("who meets decisions", default=None)
+
+
+@contextlib.contextmanager
+def meeting(met: Met) -> Iterator[None]:
+    """Nothing is found, compiled or kept: `met(decision, True)` answers whoever looks for a kernel with a stand-in.
+
+    `met(decision, False)` answers those that only ask whether there is one: None where none is.
+    """
+    before = _met.set(met)
+    try:
+        yield
+    finally:
+        _met.reset(before)
+
+
 _kernels: dict[tuple, Kernel] = {}
 
 
@@ -178,6 +197,8 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
     Raises NoKernelError when no cell serves the call, ToolchainError when there is nothing to compile the chosen one
     with. Its first launch raises CompileError when it does not compile.
     """
+    if (met := _met.get()) is not None:
+        return met(_decide(op, facts, backend, helper)[0], True)
     key = _key(op, facts, backend, helper)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -190,6 +211,8 @@ _served: dict[tuple, bool] = {}
 
 def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> bool:
     """Whether `find_kernel` would find a kernel. Compiles nothing; the answer is kept for the life of the process."""
+    if (met := _met.get()) is not None:
+        return met(_decide(op, facts, backend, helper)[0], False) is not None
     key = _key(op, facts, backend, helper)
     answer = _served.get(key)
     if answer is None:

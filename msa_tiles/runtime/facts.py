@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -45,14 +47,43 @@ class CallFacts:
     size: int = 0
 
 
+_stood_for: contextvars.ContextVar[DeviceFacts | None] = contextvars.ContextVar("device stood for", default=None)
+
+
+@contextlib.contextmanager
+def standing_for(facts: DeviceFacts) -> Iterator[None]:
+    """All devices are taken for this one, whether there is one or not: for whoever asks what a call would do."""
+    before = _stood_for.set(facts)
+    try:
+        yield
+    finally:
+        _stood_for.reset(before)
+
+
 def device_facts(device: torch.device, targets: Iterable[Target]) -> DeviceFacts:
     """Facts of a torch device; asking a CUDA device initialises CUDA but does not synchronise."""
+    if (stood_for := _stood_for.get()) is not None:
+        return stood_for
     if device.type != "cuda":
         return DeviceFacts(str(device), None, 0, None)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     covering = (target.name for target in targets if target.capability == capability)
     return DeviceFacts(properties.name, next(covering, None), properties.multi_processor_count, capability)
+
+
+def multiprocessors(device: torch.device | int | None) -> int:
+    """How many a CUDA device has."""
+    if (stood_for := _stood_for.get()) is not None:
+        return stood_for.sm_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """That of a CUDA device."""
+    if (stood_for := _stood_for.get()) is not None and stood_for.capability is not None:
+        return stood_for.capability
+    return torch.cuda.get_device_capability(device)
 
 
 def target_facts(target: Target) -> DeviceFacts:

@@ -17,7 +17,8 @@ PACKAGE = Path(msa_tiles.__file__).parent
 ANYTHING = None
 # What each part of msa_tiles may import, itself aside.
 ALLOWED: dict[str, set[str] | None] = {
-    "__init__": {"runtime", "library", "trees"},  # when it is asked to use a pack or a tree
+    "__init__": {"runtime", "library", "explaining", "trees"},  # when it is asked for them
+    "explaining": {"ops", "call", "library", "runtime", "spec", "quant", "names", "sources", "trees"},
     "pack": {"runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
     "sources": set(),

@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("perf/**/*.md"), ROOT / "CONTRIBUTING.md"])
 
 
-def test_the_standings_are_what_the_rows_say() -> None:
+@pytest.mark.parametrize("script", ["standings.py", "expectations.py"])
+def test_what_is_written_from_rows_is_what_the_rows_say(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "perf/standings.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "perf" / script), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,0 +1,145 @@
+"""The answer to `msa_tiles.explain`, as objects and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msa_tiles.names import counted
+
+ORIGINS = {"pack": "from the pack {}", "cache": "from the cache", "compile": "compiled on first use"}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Milliseconds of an operator: `floor_ms` is what the roofline allows on `device`, `ms` what is to be expected.
+
+    `ms` is the floor times the ratio that was measured at the nearest floor, of `rows` rows of the operator, in this
+    precision and DSL, on `card`. `within` is the largest factor by which such an expectation misses one of these rows,
+    where that row itself is left out; None where there are fewer than two. `ms` is None where nothing was measured, or
+    nothing of such a size.
+    """
+
+    floor_ms: float
+    device: str
+    ms: float | None = None
+    within: float | None = None
+    rows: int = 0
+    card: str | None = None
+
+    def __str__(self) -> str:
+        floor = f"roofline {_time(self.floor_ms)} on {self.device}"
+        if self.ms is None:
+            return f"not measured{' at such a size' if self.rows else ''}; {floor}"
+        text = f"about {_time(self.ms)} ({floor}; {counted(self.rows, 'row')} measured on {self.card}"
+        return f"{text}, each met within a factor of {self.within:.3g})" if self.within is not None else f"{text})"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One kernel that was asked: what it would run as, or every reason for which it refuses."""
+
+    cell: str
+    variant: Mapping[str, int]
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The kernel of one operator in a call. `cell` is None where every kernel refuses.
+
+    `origin` says where it comes from: "pack", "cache" or "compile", and `place` which pack. `launches` is how often the
+    call launches it, with `grid` thread blocks the first time (None where its file does not say so simply). `optional`
+    is a kernel that the call does without where none serves it.
+    """
+
+    op: str
+    precision: str
+    cell: str | None
+    variant: Mapping[str, int]
+    origin: str | None
+    place: str | None
+    file: str | None
+    launches: int
+    grid: tuple[int, ...] | None
+    asked: tuple[Asked, ...]
+    optional: bool = False
+    expectation: Expectation | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        variant = " ".join(f"{name}={value}" for name, value in self.variant.items())
+        if self.cell is None:
+            yield f"{self.op}: no kernel serves it" + (", and the call does without" if self.optional else "")
+        else:
+            yield f"{self.cell}  {variant}".rstrip()
+            parts = [ORIGINS[self.origin or "compile"].format(self.place)]
+            parts.append(counted(self.launches, "launch", "launches") if self.launches else "found, and not launched")
+            if self.grid is not None:
+                parts.append(f"grid {' x '.join(f'{size:,}' for size in self.grid)}")
+            yield "  " + ", ".join(parts)
+            if self.expectation is not None:
+                yield f"  {self.expectation}"
+        yield from (f"  {note}" for note in self.notes)
+        yield from (f"  {each.cell}: refuses: {each.refusal}" for each in self.asked if each.refusal is not None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. `str()` of it is for people, `to_dict()` for JSON.
+
+    `runs` is "kernels", "reference", or what else the operator runs on. `workspace_bytes` is the most memory that the
+    call holds at a time besides its arguments and its results, `result_bytes` what the results that it allocates take.
+    `expectation` is of the whole call; `notes` say what was assumed.
+    """
+
+    op: str
+    device: str
+    target: str | None
+    runs: str
+    kernels: tuple[Launched, ...]
+    workspace_bytes: int
+    result_bytes: int
+    expectation: Expectation | None
+    notes: tuple[str, ...]
+
+    @property
+    def served(self) -> bool:
+        """Whether the call would run: False where it would raise NoKernelError."""
+        return all(kernel.cell is not None or kernel.optional for kernel in self.kernels)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"served": self.served, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.op} on {self.device}"
+        if self.runs != "kernels":
+            yield f"  runs on {self.runs}"
+        else:
+            launches = sum(kernel.launches for kernel in self.kernels)
+            what = counted(launches, "launch", "launches")
+            yield f"  {what}, workspace {_size(self.workspace_bytes)}, results {_size(self.result_bytes)}"
+        if self.expectation is not None:
+            yield f"  {self.expectation}"
+        yield from (f"  {note}" for note in self.notes)
+        if not self.served:
+            yield "  No kernel serves this call: it would raise NoKernelError."
+        for kernel in self.kernels:
+            yield ""
+            yield from kernel.lines()
+
+
+def _time(ms: float) -> str:
+    return f"{1e3 * ms:.3g} us" if ms < 0.1 else f"{ms:.3g} ms"
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"

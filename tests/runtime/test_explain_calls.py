@@ -1,0 +1,348 @@
+"""`msa_tiles.explain`: a call's own tensors, what would run, and nothing is computed or compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import msa_tiles
+from msa_tiles import ops
+from msa_tiles.bench import cases
+from msa_tiles.explaining import expect, grids
+from msa_tiles.quant import QuantizedTensor
+from msa_tiles.runtime.parts import parts_of
+from msa_tiles.runtime.registry import default_registry
+
+HEADS, KV_HEADS, DIM, BLOCK, TOPK = 64, 4, 128, 128, 16
+H100 = default_registry().targets["sm90"].sm_count
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def prefill(queries: int = 4096, keys: int = 4096) -> dict[str, Any]:
+    """Every tensor that an operator may take, at the M3 shape."""
+    return {
+        "q": meta(queries, HEADS, DIM),
+        "k": meta(keys, KV_HEADS, DIM),
+        "v": meta(keys, KV_HEADS, DIM),
+        "out": meta(queries, HEADS, DIM),
+        "dout": meta(queries, HEADS, DIM),
+        "lse": meta(queries, HEADS, dtype=torch.float32),
+        "idx_q": meta(queries, KV_HEADS, DIM),
+        "idx_k": meta(keys, DIM),
+        "block_indices": meta(KV_HEADS, queries, TOPK, dtype=torch.int32),
+        "score": meta(KV_HEADS, queries, -(-keys // BLOCK), dtype=torch.float32),
+        "partial_out": meta(4, queries, HEADS, DIM),
+        "partial_lse": meta(4, queries, HEADS, dtype=torch.float32),
+        "topk": TOPK,
+    }
+
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "build_schedule": ("block_indices",),
+    "combine": ("partial_out", "partial_lse"),
+    "decode_score": ("idx_q", "idx_k"),
+    "decode_topk": ("score", "topk"),
+    "index_kl": ("q", "k", "lse", "idx_q", "idx_k", "block_indices"),
+    "index_score": ("idx_q", "idx_k"),
+    "msa_attention": ("q", "k", "v", "idx_q", "idx_k", "topk"),
+    "msa_decode": ("q", "k", "v", "idx_q", "idx_k", "topk"),
+    "select_blocks": ("idx_q", "idx_k", "topk"),
+    "sparse_attention": ("q", "k", "v", "block_indices"),
+    "sparse_attention_backward": ("dout", "q", "k", "v", "out", "lse", "block_indices"),
+    "sparse_decode": ("q", "k", "v", "block_indices"),
+    "topk_select": ("score", "topk"),
+}
+
+
+def arguments_of(op: str, **sizes: int) -> dict[str, Any]:
+    given = prefill(**sizes)
+    further = {"num_kv_heads": KV_HEADS} if op in ("select_blocks", "topk_select", "decode_topk") else {}
+    given["idx_q"].requires_grad_(op == "index_kl")  # gradients have a kernel of their own
+    return {name: given[name] for name in NEEDED[op]} | further
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError("something is compiled or loaded")
+
+    for place in ("dispatch.obtain", "launch.load_function", "workers.perform", "dispatch.Kernel"):
+        monkeypatch.setattr(f"msa_tiles.runtime.{place}", refuse)
+
+
+def test_every_operator_is_among_these() -> None:
+    functions = {name for name in ops.__all__ if name not in ("Schedule", "decode_workspace_bytes")}
+    assert functions == {*NEEDED, "dense_attention"}
+
+
+@pytest.mark.parametrize("op", NEEDED)
+@pytest.mark.parametrize("backend", ["auto", "tilelang", "cutedsl"])
+def test_every_kernel_of_a_call_with_its_grid(op: str, backend: str) -> None:
+    further = {} if op == "build_schedule" else {"backend": backend}
+    queries = 8 if "decode" in op else 4096  # few queries are split, and merged
+    told = msa_tiles.explain(getattr(ops, op), **arguments_of(op, queries=queries), **further, device="sm90")
+    assert told.served and told.runs == "kernels" and told.target == "sm90"
+    assert {kernel.op for kernel in told.kernels} <= set(parts_of(op))
+    for kernel in told.kernels:
+        assert kernel.cell is not None and kernel.cell.startswith(f"{kernel.op}.")
+        assert kernel.launches > 0 and kernel.origin in ("pack", "cache", "compile")
+        assert kernel.grid is not None and all(size > 0 for size in kernel.grid), kernel.cell
+        refused = [each for each in kernel.asked if each.refusal is not None]
+        assert len(kernel.asked) == len(default_registry().of(kernel.op))
+        for each in refused:
+            assert f"{each.cell}: refuses: {each.refusal}" in str(told)
+    assert f"{op} on NVIDIA H100 80GB HBM3 (sm90)" in str(told).splitlines()[0]
+    json.dumps(told.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("op", "cell", "grid"),
+    [
+        ("combine", "combine.tilelang", (4096, HEADS // 16)),
+        ("combine", "combine.cutedsl", (4096, HEADS // 16, 1)),
+        ("select_blocks", "select_blocks.tilelang", (KV_HEADS * (4096 // 128 + 2),)),
+        ("select_blocks", "select_blocks.cutedsl", (KV_HEADS * (4096 // 128 + 2), 1, 1)),
+        ("sparse_attention", "sparse_attention.cutedsl", (H100, 1, 1)),
+        ("sparse_attention", "shared_attention.cutedsl", (2 * H100, 1, 1)),
+    ],
+)
+def test_grids_are_those_of_the_kernels(op: str, cell: str, grid: tuple[int, ...]) -> None:
+    told = msa_tiles.explain(getattr(ops, op), **arguments_of(op), backend=cell.split(".")[1], device="sm90")
+    [found] = [kernel.grid for kernel in told.kernels if (kernel.cell or "").startswith(f"{cell}.")]
+    assert found == grid
+
+
+def test_a_kernel_that_says_its_grid_otherwise_has_none(tmp_path: Any) -> None:
+    cell = default_registry().select("combine", "cutedsl", "sm90")[0]
+    text = cell.file.read_text().replace("grid=(out.shape[0],", "grid=(rows_of(out),")
+    (tmp_path / "combine.py").write_text(text)
+    changed = dataclasses.replace(cell, file=tmp_path / "combine.py")
+    given = prefill()
+    arguments = [given[name] for name in ("partial_out", "partial_lse", "out", "lse")]
+    assert grids.grid_of(cell, {"head_dim": DIM}, arguments) == (4096, 4, 1)
+    assert grids.grid_of(changed, {"head_dim": DIM}, arguments) is None
+
+
+def test_launches_and_memory_follow_the_workspace() -> None:
+    def told(workspace: Any) -> Any:
+        call = arguments_of("sparse_attention")
+        return msa_tiles.explain(ops.sparse_attention, **call, workspace=workspace, device="sm90")
+
+    large, small = told(1 << 30), told(1 << 26)
+    attender = lambda answer: answer.kernels[0].launches  # noqa: E731
+    assert attender(small) > attender(large)
+    assert small.workspace_bytes < 1 << 27 < large.workspace_bytes < 2 << 30
+    # The caller's own memory is not what the call takes.
+    given = told(meta(1 << 26, dtype=torch.uint8))
+    assert given.workspace_bytes < small.workspace_bytes - (1 << 25)
+    assert large.result_bytes == 4096 * HEADS * DIM * 2
+    call = arguments_of("sparse_attention")
+    into = {"out": torch.empty_like(call["q"]), "lse": meta(4096, HEADS, dtype=torch.float32)}
+    assert msa_tiles.explain(ops.sparse_attention, **call, **into, device="sm90").result_bytes == 0
+
+
+def test_memory_of_values_is_not_touched() -> None:
+    """Nothing is allocated: this call's results alone take two terabytes."""
+    call = {name: value.expand(1 << 25, -1, -1) if name == "q" else value
+            for name, value in arguments_of("sparse_decode", queries=1).items()}  # fmt: skip
+    call["block_indices"] = meta(KV_HEADS, 1 << 25, TOPK, dtype=torch.int32)
+    call["q"] = meta(1 << 25, HEADS, DIM)
+    assert msa_tiles.explain(ops.sparse_decode, **call, device="sm90").result_bytes > 1 << 38
+
+
+@pytest.mark.parametrize(
+    ("op", "label"),
+    [
+        *((op, label) for op in ("sparse_attention", "select_blocks", "sparse_attention_backward", "index_kl")
+          for label in cases.labels(op) if cases.find(op, label).num_q > 1),
+    ],
+)  # fmt: skip
+def test_the_roofline_is_that_of_the_benchmarks(op: str, label: str) -> None:
+    case = cases.find(op, label)
+    told = msa_tiles.explain(getattr(ops, op), **arguments_of(op, queries=case.num_q, keys=case.num_k), device="sm90")
+    assert told.expectation is not None and told.expectation.device == "NVIDIA H100 80GB HBM3"
+    floor = cases.floor_ms([cases.work(op, label, "bf16")], "NVIDIA H100 80GB HBM3")
+    assert told.expectation.floor_ms == pytest.approx(floor)
+
+
+def test_an_expectation_states_its_error() -> None:
+    rows = [(1.0, 2.0), (2.0, 6.0), (8.0, 20.0)]
+    found = expect.from_rows(rows, 2.2, "a card", "another")
+    assert (found.ms, found.rows, found.card) == (pytest.approx(6.6), 3, "another")
+    # Left out: the first is expected at 3 instead of 2, the second at 4 instead of 6, the third at 24 instead of 20.
+    assert found.within == pytest.approx(1.5)
+    assert "3 rows measured on another, each met within a factor of 1.5" in str(found)
+    for far in (0.2, 40.0):
+        told = expect.from_rows(rows, far, "a card", "another")
+        assert told.ms is None and str(told) == f"not measured at such a size; roofline {far:g} ms on a card"
+    assert expect.from_rows(rows[:1], 1.0, "a card", "another").within is None
+    none = expect.from_rows([], 0.5, "a card", "another")
+    assert (none.ms, str(none)) == (None, "not measured; roofline 0.5 ms on a card")
+
+
+def test_nothing_measured_on_one_target_is_said_of_another() -> None:
+    told = msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), device="sm100")
+    assert told.served and told.expectation is not None and told.expectation.ms is None
+
+
+def test_lengths_are_read_where_they_can_be() -> None:
+    call = arguments_of("select_blocks", queries=4096, keys=8192)
+
+    def floor(starts_q: Tensor, starts_k: Tensor) -> tuple[float, tuple[str, ...]]:
+        told = msa_tiles.explain(ops.select_blocks, **call, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, device="sm90")
+        assert told.expectation is not None
+        return told.expectation.floor_ms, told.notes
+
+    even = torch.tensor([0, 2048, 4096], dtype=torch.int32), torch.tensor([0, 4096, 8192], dtype=torch.int32)
+    odd = torch.tensor([0, 4095, 4096], dtype=torch.int32), torch.tensor([0, 8191, 8192], dtype=torch.int32)
+    assumed = meta(3, dtype=torch.int32), meta(3, dtype=torch.int32)
+    (even_floor, none), (odd_floor, _), (assumed_floor, notes) = floor(*even), floor(*odd), floor(*assumed)
+    assert even_floor == assumed_floor < odd_floor
+    assert not none and "Requests are taken to have equally many queries: their lengths are not known here." in notes
+
+
+def quantised(shape: tuple[int, ...], scale: tuple[int, ...] = ()) -> QuantizedTensor:
+    return QuantizedTensor(meta(*shape, dtype=torch.float8_e4m3fn), meta(*scale, dtype=torch.float32))
+
+
+def test_quantised_tensors_find_their_kernels() -> None:
+    call = arguments_of("sparse_attention")
+    call |= {name: quantised((4096, KV_HEADS, DIM)) for name in ("k", "v")}
+    told = msa_tiles.explain(ops.sparse_attention, **call, device="sm90")
+    assert {kernel.precision for kernel in told.kernels if kernel.op == "sparse_attention"} == {"q16kv8"}
+
+
+def test_every_reason_of_a_refusal_is_told_at_once() -> None:
+    call = {name: value[..., :96] if name in ("q", "k", "v") else value
+            for name, value in arguments_of("sparse_decode").items()}  # fmt: skip
+    call["q"] = call["q"][:, :12]
+    told = msa_tiles.explain(ops.sparse_decode, **call, device="sm90")
+    assert not told.served and "it would raise NoKernelError" in str(told)
+    refusal = next(each.refusal for each in told.kernels[0].asked if each.cell == "sparse_decode.tilelang.sm90.q16kv8")
+    for reason in ("it takes q16kv8, the call is bf16", "head_dim is 96, wanted", "group is 3, wanted"):
+        assert reason in (refusal or "")
+
+
+def test_addresses_and_strides_are_those_of_the_call() -> None:
+    storage = torch.empty(4096 * KV_HEADS * DIM + 1, dtype=torch.bfloat16)
+    odd = storage[1:].view(4096, KV_HEADS, DIM)
+    call = {name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for name, value in arguments_of("sparse_attention").items()}  # fmt: skip
+    assert msa_tiles.explain(ops.sparse_attention, **call, device="sm90").served
+    told = msa_tiles.explain(ops.sparse_attention, **{**call, "k": odd}, device="sm90")
+    assert not told.served and "does not serve strided_unaligned" in str(told)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("sparse_attention", {"k": meta(7, 3, DIM)}),
+    ("sparse_attention", {"block_indices": meta(KV_HEADS, 3, TOPK, dtype=torch.int32)}),
+    ("sparse_attention", {"block_indices": meta(KV_HEADS, 4096, TOPK)}),
+    ("sparse_attention", {"softmax_scale": -1.0}),
+    ("sparse_attention", {"workspace": 0}),
+    ("sparse_attention", {"workspace": 1}),
+    ("sparse_attention", {"backend": "triton"}),
+    ("sparse_attention", {"q": "no tensor"}),
+    ("sparse_attention", {"v": torch.empty(4096, KV_HEADS, DIM)}),
+    ("sparse_attention", {"unheard": 3}),
+    ("select_blocks", {"topk": 0}),
+    ("select_blocks", {"idx_k": meta(4096, 64)}),
+    ("msa_decode", {"topk": "many"}),
+    ("combine", {"partial_lse": meta(4, 4096, HEADS)}),
+    ("index_kl", {"token_weights": meta(3)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "change"), WRONG, ids=lambda value: value if isinstance(value, str) else next(iter(value))
+)
+def test_wrong_arguments_raise_what_the_call_raises(op: str, change: dict[str, Any]) -> None:
+    call = {**arguments_of(op, queries=4096), **change}
+
+    def real(value: Any) -> Any:
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.is_meta else value
+
+    function = getattr(ops, op)
+    with pytest.raises((ValueError, TypeError)) as told:
+        msa_tiles.explain(function, **call, device="sm90")
+    if change == {"workspace": 1}:  # kernels alone have windows
+        assert "workspace: got 1 bytes" in str(told.value)
+        return
+    small = {name: real(value) for name, value in call.items()}
+    with pytest.raises((ValueError, TypeError)) as called:
+        function(**small)
+    assert type(told.value) is type(called.value)
+    if not any(isinstance(value, Tensor) and not value.is_meta for value in change.values()):
+        assert str(told.value).replace("meta", "cpu") == str(called.value)
+
+
+def test_check_looks_at_values() -> None:
+    call = {name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for name, value in arguments_of("sparse_attention", queries=256, keys=256).items()}  # fmt: skip
+    with pytest.raises(ValueError, match=r"block_indices: got id 0 twice at \[0, 0\]"):
+        msa_tiles.explain(ops.sparse_attention, **call, check=True, device="sm90")
+    call["block_indices"][..., 1:] = -1
+    assert msa_tiles.explain(ops.sparse_attention, **call, check=True, device="sm90").served
+    with pytest.raises(ValueError, match="check: got True for tensors without values"):
+        msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), check=True, device="sm90")
+
+
+def test_a_cpu_runs_the_reference() -> None:
+    told = msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), device="cpu")
+    assert (told.served, told.kernels, told.runs) == (True, (), "the reference in plain torch")
+    told = msa_tiles.explain(
+        ops.sparse_attention, **arguments_of("sparse_attention"), backend="reference", device="sm90"
+    )
+    assert told.kernels == () and "reference" in told.runs
+
+
+def test_dense_attention_has_kernels_of_others() -> None:
+    given = prefill()
+    call = {name: given[name] for name in ("q", "k", "v")}
+    assert "FlashAttention-4" in str(msa_tiles.explain(ops.dense_attention, **call, device="sm90"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "device", "error", "sentence"),
+    [
+        (torch.add, "sm90", TypeError, "wanted a function of msa_tiles.ops, such as ops.sparse_attention"),
+        ("sparse_attention", "sm90", TypeError, "wanted a function of msa_tiles.ops"),
+        (ops.Schedule, "sm90", TypeError, "wanted a function of msa_tiles.ops"),
+        (ops.combine, "sm91", ValueError, "device sm91 is unknown; did you mean sm90? Known: sm100, sm90, cuda, cpu"),
+    ],
+)
+def test_what_is_no_operator_or_device(operator: Any, device: str, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as told:
+        msa_tiles.explain(operator, **arguments_of("combine"), device=device)
+    assert sentence in str(told.value)
+
+
+def test_other_calls_are_as_before_meanwhile_and_afterwards() -> None:
+    call = {"partial_out": torch.ones(2, 3, 4, 8), "partial_lse": torch.zeros(2, 3, 4)}
+    wanted, _ = ops.combine(**call)
+    seen: list[Tensor] = []
+    # What is explained calls back in the middle; another thread computes.
+    met = grids.grid_of
+
+    def meanwhile(*arguments: Any) -> Any:
+        thread = threading.Thread(target=lambda: seen.append(ops.combine(**call)[0]))
+        thread.start()
+        thread.join()
+        return met(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grids, "grid_of", meanwhile)
+        msa_tiles.explain(ops.combine, **arguments_of("combine"), device="sm90")
+    assert seen and torch.equal(seen[0], wanted)
+    assert torch.equal(ops.combine(**call)[0], wanted)
+    with pytest.raises(ValueError):
+        msa_tiles.explain(ops.combine, **{**call, "backend": "none"}, device="sm90")
+    assert torch.equal(ops.combine(**call)[0], wanted)
