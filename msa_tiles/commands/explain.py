@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import inspect
+import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_names, add_variant, known_names
+from msa_tiles.commands._options import add_json, add_names, add_variant, at_least, known_names
+from msa_tiles.commands.support import is_generated
 from msa_tiles.names import check, unknown
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
     import torch
 
-    from msa_tiles.runtime.dispatch import Candidate
+    from msa_tiles.runtime.dispatch import Candidate, Decision
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry
 
 DENSE = "dense_attention"  # has no kernels of its own
+MOST_TOKENS = 1 << 31
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -34,9 +39,16 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
     add_names(parser, "--feature", "NAME,…", "what the call needs, such as paged")
     parser.add_argument(
-        "--queries", type=int, default=0, metavar="N", help="query tokens of the call (default unknown)"
+        "--queries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="query tokens of each request: then launches, grids, memory and the time to expect are shown",
     )
+    parser.add_argument("--keys", type=int, metavar="N", help="keys of each request (default: as many as queries)")
+    parser.add_argument("--requests", type=int, default=1, metavar="N", help="requests of the call (default 1)")
     parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
+    add_json(parser, "what is shown")
     parser.set_defaults(func=run)
 
 
@@ -49,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     registry = default_registry()
     if args.op == DENSE:
-        console.say(f"{DENSE} runs FlashAttention-4 where it is installed and takes the call, else torch's attention.")
+        text = f"{DENSE} runs FlashAttention-4 where it is installed and takes the call, else torch's attention."
+        console.say(json.dumps({"op": DENSE, "runs": text}, indent=1) if args.json else text)
         return 0
     ops = [part for part in parts_of(args.op) if registry.of(part)]
     if not ops:
@@ -59,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     check("--precision", [args.precision], known["precision"])
     check("--feature", args.feature, known["feature"])
     check("--backend", [args.backend], ("auto", *DSLS))
+    _check_sizes(args)
     usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
     name = args.device or ("cuda" if torch.cuda.is_available() else usual)
     if name in registry.targets:
@@ -78,30 +92,66 @@ def run(args: argparse.Namespace) -> int:
     dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
     check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))
     if args.device is None and name != "cuda":
-        console.say(f"no CUDA device here: as if on {name}")
-    if registry.of(args.op):
-        return _explain(args.op, args, registry, torch_device, device)
-    console.say(f"{args.op} may launch kernels of {', '.join(ops)}.")
-    failures = 0
-    for op in ops:
-        console.say()
-        # What reads nothing of the precision asked for runs in its own.
-        asked = args.precision if registry.select(op, precision=args.precision) else registry.of(op)[0].precision
-        part = argparse.Namespace(**{**vars(args), "precision": asked})
-        failures += bool(_explain(op, part, registry, torch_device, device))
-    return 1 if failures else 0
+        (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
+    if args.queries:
+        return _rehearse(args, ops, name, registry)
+    decisions = {op: _decide(op, args, registry, torch_device, device) for op in ops}
+    alone = bool(registry.of(args.op))
+    shown = {args.op: decisions[args.op]} if alone else decisions
+    if args.json:
+        console.say(json.dumps([_described(decision, registry) for decision in shown.values()], indent=1))
+    elif alone:
+        _show(decisions[args.op], args, registry)
+    else:
+        console.say(f"{args.op} may launch kernels of {', '.join(ops)}.")
+        for decision in shown.values():
+            console.say()
+            _show(decision, args, registry)
+    return 0 if all(decision.chosen is not None for decision in shown.values()) else 1
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise ValueError for sizes that no call has, or that say nothing without the number of queries."""
+    for option, value in (("--queries", args.queries), ("--keys", args.keys), ("--requests", args.requests)):
+        if value is not None and not 0 <= value <= MOST_TOKENS:
+            raise ValueError(f"{option} is {value:,}, wanted 0 to {MOST_TOKENS:,}")
+    at_least("--requests", args.requests, 1)
+    if not args.queries and (args.keys is not None or args.requests != 1):
+        raise ValueError("--keys and --requests need --queries: the query tokens of each request")
+
+
+def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, registry: Registry) -> int:
+    """A dry run of a call of these sizes."""
+    from msa_tiles import ops as operators
+    from msa_tiles.explaining import explain
+    from msa_tiles.explaining.examples import call_of
+
+    if args.op not in operators.__all__:
+        raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
+    if set(args.feature) - {"paged"}:
+        raise ValueError(f"--feature {','.join(args.feature)}: with --queries only paged can be said; leave one out")
+    cells = [next(iter(registry.select(op, precision=args.precision)), registry.of(op)[0]) for op in reversed(ops)]
+    dims = {dim: value for cell in cells for dim, value in cell.ci[0].items()} | dict(args.variant)
+    if "paged" in args.feature and not dims.get("pages_per_block"):
+        dims["pages_per_block"] = 1
+    group = [name for name in registry.precisions if registry.group_of(name) == args.precision]
+    precisions = [args.precision] if args.precision in registry.precisions else group
+    keys = args.queries if args.keys is None else args.keys
+    call = call_of(args.op, dims, precisions, args.queries, keys, args.requests, registry)
+    backend = {} if args.op == "build_schedule" else {"backend": args.backend}
+    told = explain(getattr(operators, args.op), **call, **backend, device=name)
+    console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
+    return 0 if told.served else 1
 
 
 def _is_target(name: str) -> bool:
     return re.fullmatch(r"sm_?\d+[af]?", name) is not None
 
 
-def _explain(
+def _decide(
     op: str, args: argparse.Namespace, registry: Registry, torch_device: torch.device, device: DeviceFacts
-) -> int:
-    """One operator's kernels; 1 where none serves the call."""
-    from msa_tiles.runtime import packs, tuned
-    from msa_tiles.runtime.compiler import variant_text
+) -> Decision:
+    """Which of an operator's kernels would run."""
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts
 
@@ -109,17 +159,51 @@ def _explain(
     own = {dim for cell in cells for dim in cell.variants}
     given = {dim: value for dim, value in args.variant if dim in own}
     features = frozenset(args.feature)
-    sharded = "k_offset" in features and _takes_shards(op)
-    features -= {"k_offset"} if sharded else set()
-    size = tuned.bucket(args.queries) if args.queries else 0
-    # A group stands for the first precision in which the operator has kernels.
+    features -= {"k_offset"} if _takes_shards(op) else set()
+    # A group stands for the first precision in which the operator has kernels; what reads nothing of it has its own.
     model = next(iter(registry.select(op, precision=args.precision)), cells[0])
-    precision = args.precision if args.precision in registry.precisions else model.precision
-    call = CallFacts(op, torch_device, precision, {**model.ci[0], **given}, features, size=size)
-    decision = decide(call, device, registry, args.backend)
+    named = args.precision in registry.precisions and (op == args.op or registry.select(op, precision=args.precision))
+    precision = args.precision if named else model.precision
+    call = CallFacts(op, torch_device, precision, {**model.ci[0], **given}, features)
+    return decide(call, device, registry, args.backend)
+
+
+def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
+    """A decision as `explain --json` prints it."""
+    chosen = decision.chosen
+    return {
+        "op": decision.call.op,
+        "device": str(decision.device),
+        "target": decision.device.target,
+        "precision": decision.call.precision,
+        "variant": dict(decision.call.variant),
+        "features": sorted(decision.call.features),
+        "runs": None if chosen is None else chosen.cell.id,
+        "file": None if chosen is None else str(chosen.cell.file),
+        "kernels": [
+            {
+                "cell": each.cell.id,
+                "tree": None if each.cell.tree is None else str(each.cell.tree),
+                "variant": dict(each.variant),
+                "refusal": each.refusal,
+                "origin": None if each.refusal is not None else _origin(each, registry),
+                "edited": each.refusal is None and not is_generated(each.cell),
+            }
+            for each in decision.candidates
+        ],
+        "measured": None if decision.figure is None else dataclasses.asdict(decision.figure),
+    }
+
+
+def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
+    """One operator's kernels, as text."""
+    from msa_tiles.runtime import packs
+    from msa_tiles.runtime.compiler import variant_text
+
+    call, op = decision.call, decision.call.op
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
-    console.say(f"{op} on {device}: {call.precision}, {variant_text(call.variant)}{needs}")
-    if sharded:
+    console.say(f"{op} on {decision.device}: {call.precision}, {variant_text(call.variant)}{needs}")
+    if "k_offset" in args.feature and _takes_shards(op):
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
         name = candidate.cell.id + _whence(candidate.cell)
@@ -128,11 +212,13 @@ def _explain(
             continue
         text = f"serves it as {variant_text(candidate.variant)}, {_origin(candidate, registry)}"
         console.say(f"  {name}: {text}")
+        if not is_generated(candidate.cell):
+            console.say("    its file is not what `msa-tiles generate` writes: no evidence holds for it")
         for sentence in packs.mismatches(candidate.cell, candidate.variant):
             console.say(f"    {sentence}")
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
-        return 1
+        return
     if decision.figure is not None:
         figure = decision.figure
         fresh = {c.cell.id for c in decision.candidates if figure.fresh(c.cell)}
@@ -141,7 +227,6 @@ def _explain(
         )
         console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
-    return 0
 
 
 def _whence(cell: Cell) -> str:
@@ -153,12 +238,11 @@ def _whence(cell: Cell) -> str:
 
 def _origin(candidate: Candidate, registry: Registry) -> str:
     """Where the kernel of a call comes from: a pack, the cache, or a compiler."""
-    from msa_tiles.runtime.compiler import find_compiled
+    from msa_tiles.explaining.rehearsal import origin_of
+    from msa_tiles.explaining.report import ORIGINS
 
-    if candidate.packed is not None:
-        return f"from the pack {candidate.packed.pack.directory}"
-    entry = find_compiled(candidate.cell, candidate.variant, registry.targets[candidate.cell.target].arch)
-    return "from the cache" if entry else "compiled on first use"
+    origin, place = origin_of(candidate, registry)
+    return ORIGINS[origin].format(place)
 
 
 def _takes_shards(op: str) -> bool:

@@ -312,6 +312,7 @@ def _launched(entry: _Entry, op: str, registry: Registry, expectation: Expectati
         op=decision.call.op,
         precision=decision.call.precision if chosen is None else chosen.cell.precision,
         cell=None if chosen is None else chosen.cell.id,
+        tree=None if chosen is None or chosen.cell.tree is None else str(chosen.cell.tree),
         variant=dict(decision.call.variant if chosen is None else chosen.variant),
         origin=origin,
         place=place,

@@ -50,14 +50,16 @@ class Asked:
 class Launched:
     """The kernel of one operator in a call. `cell` is None where every kernel refuses.
 
-    `origin` says where it comes from: "pack", "cache" or "compile", and `place` which pack. `launches` is how often the
-    call launches it, with `grid` thread blocks the first time (None where its file does not say so simply). `optional`
-    is a kernel that the call does without where none serves it.
+    `tree` is the tree of one's own that the kernel is of. `origin` says where it comes from: "pack", "cache" or
+    "compile", and `place` which pack. `launches` is how often the call launches it, with `grid` thread blocks the first
+    time (None where its file does not say so simply). `optional` is a kernel that the call does without where none
+    serves it.
     """
 
     op: str
     precision: str
     cell: str | None
+    tree: str | None
     variant: Mapping[str, int]
     origin: str | None
     place: str | None
@@ -74,7 +76,8 @@ class Launched:
         if self.cell is None:
             yield f"{self.op}: no kernel serves it" + (", and the call does without" if self.optional else "")
         else:
-            yield f"{self.cell}  {variant}".rstrip()
+            whence = "" if self.tree is None else f" (of the tree {self.tree})"
+            yield f"{self.cell}{whence}  {variant}".rstrip()
             parts = [ORIGINS[self.origin or "compile"].format(self.place)]
             parts.append(counted(self.launches, "launch", "launches") if self.launches else "found, and not launched")
             if self.grid is not None:

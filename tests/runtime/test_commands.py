@@ -223,6 +223,14 @@ def test_explain_shows_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Runs scale_rows.tilelang.sm90.bf16" in text
 
 
+def test_explain_says_that_a_kernel_was_edited(capsys: pytest.CaptureFixture[str], generated: Path) -> None:
+    sentence = "its file is not what `msa-tiles generate` writes: no evidence holds for it"
+    assert sentence not in explain(capsys, "scale_rows", "--device", "sm90")[1]
+    kernel = generated / support(capsys)["file"]
+    kernel.write_text(kernel.read_text().replace("* factor", "+ factor"))
+    assert sentence in explain(capsys, "scale_rows", "--device", "sm90")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -316,7 +316,7 @@ def test_dense_attention_has_kernels_of_others() -> None:
         (torch.add, "sm90", TypeError, "wanted a function of msa_tiles.ops, such as ops.sparse_attention"),
         ("sparse_attention", "sm90", TypeError, "wanted a function of msa_tiles.ops"),
         (ops.Schedule, "sm90", TypeError, "wanted a function of msa_tiles.ops"),
-        (ops.combine, "sm91", ValueError, "device sm91 is unknown; did you mean sm90? Known: sm100, sm90, cuda, cpu"),
+        (ops.combine, "sm91", ValueError, "device sm91 is unknown; did you mean sm90? Known: sm100, "),
     ],
 )
 def test_what_is_no_operator_or_device(operator: Any, device: str, error: type[Exception], sentence: str) -> None:
