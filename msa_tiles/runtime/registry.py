@@ -135,14 +135,15 @@ class Registry:
         Raises RegistryError when it is missing or malformed, or has an operand of another text than one beneath.
         """
         path = directory / INDEX
+        again = "run `msa-tiles generate" + (f" --tree {tree}`" if tree else "`")
         try:
             document = json.loads(path.read_text())
         except OSError as error:
-            raise RegistryError(f"{path} cannot be read ({error.strerror}); run `msa-tiles generate`") from error
+            raise RegistryError(f"{path} cannot be read ({error.strerror}); {again}") from error
         except (ValueError, RecursionError) as error:
-            raise RegistryError(f"{path} is not JSON: {error}; run `msa-tiles generate`") from error
+            raise RegistryError(f"{path} is not JSON: {error}; {again}") from error
         if not isinstance(document, dict) or document.get("format") != INDEX_FORMAT:
-            raise RegistryError(f"{path} has not format {INDEX_FORMAT}; run `msa-tiles generate`")
+            raise RegistryError(f"{path} has not format {INDEX_FORMAT}; {again}")
         below = () if beneath is None else beneath.directories
         hidden = {} if beneath is None else {cell.id: cell for cell in beneath.cells}
         try:
@@ -162,7 +163,7 @@ class Registry:
                 for entry in document["cells"]
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise RegistryError(f"{path} lacks or misstates {error}; run `msa-tiles generate`") from error
+            raise RegistryError(f"{path} lacks or misstates {error}; {again}") from error
         _refuse_operands(directory, below)
         search_operands(directory)
         # A cell takes the place of the one that it replaces.
