@@ -13,6 +13,8 @@ import pytest
 import torch
 
 CAPABILITY_MAJOR = 9
+# Tensors of tests are small, and tests run side by side: threads would wait for each other.
+torch.set_num_threads(1)
 # How long an example takes is the machine's business, not the code's. Nothing is kept between runs: an example that
 # failed once would be tried again in that checkout for ever, whatever has become of it. The seed repeats a run.
 hypothesis.settings.register_profile("msa_tiles", deadline=None, database=None, print_blob=True)

@@ -88,12 +88,11 @@ def due(
 ) -> list[Job]:
     """The points to compile for evidence: all of cells that are not on record, and a drawn part of the others'."""
     draw = random.Random(seed)
-    return [
-        job
-        for cell in cells
-        for job in ci_jobs([cell])
-        if draw.random() < DRAWN or not is_recorded(cell, targets[cell.target], compiled)
-    ]
+    jobs = []
+    for cell in cells:
+        recorded = is_recorded(cell, targets[cell.target], compiled)
+        jobs += [job for job in ci_jobs([cell]) if draw.random() < DRAWN or not recorded]
+    return jobs
 
 
 def is_simulated(cell: Cell, root: Path | None = None) -> bool:

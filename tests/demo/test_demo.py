@@ -15,13 +15,8 @@ TOKENS = 2560
 
 
 @pytest.fixture(autouse=True)
-def on_one_cpu_thread(monkeypatch):
-    """Threads that wait for each other inside small products would make these tests crawl on a busy machine."""
+def on_the_cpu(monkeypatch):
     monkeypatch.setattr(device, "choose", lambda: device.CPU)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_demo_shows_what_it_found_and_writes_report_and_picture(tmp_path, capsys):

@@ -166,7 +166,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_every_edge_is_scheduled(name: str, smaller: Path) -> None:
     check(CALLS[name], smaller)
 
@@ -225,7 +225,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_fault_shows(fault: str, smaller: Path, tmp_path: Path) -> None:
     file = lanes.plant(FAULTS[fault], smaller, tmp_path)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):

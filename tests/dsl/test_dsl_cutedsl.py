@@ -176,6 +176,7 @@ def tile_maxima(
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("cut", "positive"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.drawn(3)
 def test_maxima_of_a_tile(one_lane: None, scaled: bool, cut: int, positive: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tiles = torch.randn(60, 2, 128, generator=generator)

@@ -51,6 +51,7 @@ def test_rows(heads: int, head_dim: int, with_dlse: bool) -> None:
     ("heads", "group", "topk", "total_k", "tasks", "head_dim"),
     [(2, 1, 5, 30, 9, 64), (3, 2, 37, 17, 8, 64), (1, 16, 16, 20, 4, 128)],
 )
+@pytest.mark.drawn(1)
 def test_parts_are_added(heads: int, group: int, topk: int, total_k: int, tasks: int, head_dim: int) -> None:
     kernel, module = kernel_of("merge_gradients", head_dim)
     dims = {

@@ -62,6 +62,7 @@ def check(seed: int, index_dim: int, schedule_heads: int, num_tasks: int, first:
 @pytest.mark.parametrize(
     ("index_dim", "schedule_heads", "num_tasks", "first"), [(64, 2, 20, True), (64, 1, 20, False), (128, 2, 4, True)]
 )
+@pytest.mark.drawn(2)
 def test_parts_are_added(index_dim: int, schedule_heads: int, num_tasks: int, first: bool) -> None:
     check(num_tasks + index_dim, index_dim, schedule_heads, num_tasks, first)
 

@@ -88,7 +88,7 @@ LONG_LISTS = [
         *(pytest.param("decode_topk", case, marks=pytest.mark.slow) for case in LONG_LISTS),
     ],
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_the_best_blocks(op: str, case: tuple[str, int, int, int, int, int, int]) -> None:
     kind, heads, blocks, k, order, init, local = case
     score = scores_of(kind, (heads, 3, blocks))
@@ -121,7 +121,7 @@ def test_the_longest_row() -> None:
         ("normal", 1, 0, 4, True),
     ],
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) -> None:
     """Every split of a row works on its share of this list, so its order is settled too: as ranked where few blocks
     reach the mark, else by thread, then by block.
@@ -164,6 +164,7 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) ->
 
 @pytest.mark.parametrize("requests", [1, 3, 40, 70])
 @pytest.mark.parametrize("ctas", [1, 7, 66])
+@pytest.mark.drawn(4)
 def test_decode_score_shares_out_every_block(requests: int, ctas: int) -> None:
     """Runs differ by one unit at most; together they hold each block of each tile of each request once, in order."""
     module = kernel_of("decode_score")

@@ -49,6 +49,7 @@ def score(block_size: int) -> Any:
 
 @pytest.mark.parametrize("group", [16, 8, 4, 2, 1])
 @pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.drawn(3)
 def test_gathered_rows_lie_where_the_left_operand_is_read_and_threads_store(head_dim: int, group: int) -> None:
     rows = wide_gather.WideRows(BFloat16, head_dim, group)
     heads, panel, panels, _ = rows.box

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from msa_tiles.nn import HeadNorm, MiniMaxSparseAttention, rotate
 
-torch.set_num_threads(1)
 INDEX = ("index_q_proj.weight", "index_k_proj.weight", "index_q_norm.weight", "index_k_norm.weight")
 MAIN = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "q_norm.weight", "k_norm.weight")
 LENGTHS = (11, 0, 21)

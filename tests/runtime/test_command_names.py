@@ -106,6 +106,7 @@ def test_an_option_that_names_nothing_is_refused(
 @pytest.mark.parametrize(
     "command", [*([command] for command in FILTERED), ["support", "--json"], ["generate", "--check"]], ids=" ".join
 )
+@pytest.mark.drawn(3)
 def test_names_that_leave_nothing_are_refused(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Cas
 
 
 @pytest.mark.parametrize(("op", "precision"), [*((op, "bf16") for op in sorted(operators.CHECKS)), *QUANTISED])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
     found = small_cases(op, specs, precision)
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
@@ -225,6 +225,7 @@ def test_scales_that_a_kernel_forgets_are_noticed(name: str, specs: spec.Specs) 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("token_scales", [0, 1])
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.drawn(2)
 def test_scales_that_decoding_forgets_are_noticed(
     name: str, token_scales: int, strided: bool, specs: spec.Specs
 ) -> None:

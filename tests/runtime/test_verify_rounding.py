@@ -94,6 +94,7 @@ def test_a_query_that_sees_one_key(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["values", "weights"])
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.drawn(1)
 def test_queries_that_see_several_blocks(order: str, strided: bool) -> None:
     for seed in SEEDS[:3]:
         check = check_of(((40, 150), (3, 5)), strided, seed)
@@ -102,6 +103,7 @@ def test_queries_that_see_several_blocks(order: str, strided: bool) -> None:
 
 @pytest.mark.parametrize("sequences", [((2, 2),), ((40, 150), (3, 5))])
 @pytest.mark.parametrize("order", ["of the token before", "as eight bits again"])
+@pytest.mark.drawn(1)
 def test_a_fault_is_still_one(order: str, sequences: tuple[tuple[int, int], ...]) -> None:
     for seed in SEEDS[:3]:
         check = check_of(sequences, False, seed)

@@ -318,6 +318,8 @@ class TestWhatACallNeeds:
         assert len(log.read_text().splitlines()) == 1
         assert cli.main(["build", "--for", "scale_rows,width=65", "--target", "sm90"]) == 2
         assert cli.main(["build", "--for", "scale_rows", "--target", "sm80"]) == 2
+        assert "--target sm80 is unknown" in capsys.readouterr().err
+        assert cli.main(["build", "--for", "scale_rows"]) == 2
         assert "--for needs --target, one of sm90" in capsys.readouterr().err
 
 

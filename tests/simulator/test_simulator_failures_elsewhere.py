@@ -18,11 +18,6 @@ BLOCK, DIM = 64, 64
 LOG2_E = math.log2(math.e)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out and lse of the kernels, then of the reference; all queries are one window, k and v are flat."""
     heads, total_q, topk = ids.shape

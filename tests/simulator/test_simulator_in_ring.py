@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import simulated_calls
 import simulated_hybrid
-import torch
 from simulated_calls import Call
 
 from msa_tiles.dsl.tilelang.operands import e4m3, e4m3_in_ring
@@ -40,11 +39,6 @@ FAULTS: dict[str, tuple[str, str, str, tuple[type[Exception], ...]]] = {
     "a head's scale of values forgotten": ("heads", "values.fold(O[i, j], stored_v, head)", "O[i, j]", WRONG),
     "a head's scale of keys forgotten": ("heads", "keys.fold(scale_log2, stored_k, head)", "scale_log2", WRONG),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def run(name: str) -> None:

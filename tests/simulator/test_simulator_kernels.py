@@ -10,7 +10,6 @@ import simulated_calls
 import simulated_hybrid
 import simulated_kl
 import simulated_training
-import torch
 from simulated_calls import Call, name_of
 
 from msa_tiles.runtime.registry import Cell, default_registry
@@ -30,11 +29,6 @@ TIED = "ties behind block 8192"  # ids of 14 bits
 SMALL = {"head_dim": 64, "block_size": 64, "group": 8}
 # With two KV heads, an offset that is wrong from the third on would be right.
 HEADS = {**SMALL, "heads": 3, "topk": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 # By operator and name: requests and other facts of the call, then the arguments of the function in `simulated_calls`.
@@ -693,7 +687,7 @@ CELLS = default_registry().select(dsl="tilelang")
     ("cell", "case"),
     [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
 )
-@pytest.mark.drawn(25)
+@pytest.mark.drawn(16)
 def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
     call, arguments = CASES[name_of(cell)][case]
     (calls,) = [calls for calls in MODULES if hasattr(calls, name_of(cell))]
@@ -709,7 +703,7 @@ def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
 @pytest.mark.parametrize("op", ["sparse_attention", "select_blocks", "index_score", "decode_score", "sparse_decode",
                                 "shared_attention", "sparse_attention_backward", "index_lse", "index_kl"])  # fmt: skip
 @pytest.mark.parametrize("keys", [1, 70])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: str, keys: int) -> None:
     """One query, one KV head, and one key or more: TMA is told other strides than such tensors have."""
     if not default_registry().select(op, "tilelang", target):
@@ -759,7 +753,7 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         "decode-heads",
     ],
 )
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_what_is_not_finite_reaches_who_sees_it(
     op: str, call: dict[str, Any], sizes: dict[str, Any], which: str, value: float
 ) -> None:
@@ -772,6 +766,7 @@ def test_what_is_not_finite_reaches_who_sees_it(
 
 
 @pytest.mark.parametrize("seed", range(10, 14))
+@pytest.mark.drawn(2)
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]
     simulated_calls.select_blocks(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import simulated_calls
-import torch
 from simulated_calls import Call
 from test_simulator_kernels import CASES, MODULES, TIED
 
@@ -19,11 +18,6 @@ from msa_tiles.dsl.tilelang import threshold
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.simulator import BarrierError, RaceError, UninitialisedError
 from msa_tiles.verify.cases import Disagreement
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @dataclass
