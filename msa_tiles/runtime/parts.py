@@ -73,7 +73,9 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
             given[name] = int(value)
         else:
             raise ValueError(f"--for {call}: {setting!r} is not NAME=NUMBER or precision=NAME")
-    cells = [cell for part in parts_of(op) for cell in registry.select(part, target=target)]
+    # Two targets of a tree may be of one architecture, and each other's kernels serve.
+    arch = registry.targets[target].arch
+    cells = [cell for part in parts_of(op) for cell in registry.of(part) if cell.arch == arch]
     if not cells:
         known = ", ".join(sorted({*PARTS, *(cell.op for cell in registry.cells)}))
         raise ValueError(f"--for {call}: {op!r} has no kernels for {target}; known: {known}")
@@ -86,7 +88,7 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
     for cell in cells:
         # Parts that read nothing quantised have one precision for all.
         if precision in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
-            found = list(_serving(cell, fixed, registry))
+            found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}
             some = (Job(each.cell, each.variant) for each in found if each.packed is None)
             jobs |= {str(job): job for job in some}
@@ -95,9 +97,9 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
 
 
-def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry) -> Iterator[Candidate]:
-    """The kernels that run for calls of a cell's operator and precision, at whatever number of queries."""
-    device = target_facts(registry.targets[cell.target])
+def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str) -> Iterator[Candidate]:
+    """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries."""
+    device = target_facts(registry.targets[target])
     figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
     sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
     for variant in variants_at(cell, fixed):

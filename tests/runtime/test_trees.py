@@ -20,7 +20,7 @@ from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.dsl.cutedsl import operands
 from msa_tiles.launch import lookup
 from msa_tiles.library.remember import Remembered
-from msa_tiles.runtime import dispatch, evidence, toolchain, tuned
+from msa_tiles.runtime import dispatch, evidence, parts, toolchain, tuned
 from msa_tiles.runtime.dispatch import decide, find_kernel
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Registry, RegistryError, default_registry
@@ -194,6 +194,9 @@ def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_
         assert decide(facts, small, registry, "cutedsl").chosen.cell is topk  # type: ignore[union-attr]
         decision = decide(call(registry, "sm90small"), small, registry, "cutedsl")
         assert decision.chosen.cell.id == CELL  # type: ignore[union-attr]
+        wanted = {job.cell.id for job in parts.jobs_for("sparse_decode", registry, "sm90small")}
+        assert {each.split(".")[2] for each in wanted if each.startswith("combine.")} == {"sm90small"}
+        assert {each.split(".")[2] for each in wanted if each.startswith("sparse_decode.")} == {"sm90"}
         blackwell = target_facts(registry.targets["sm100"])
         assert decide(facts, blackwell, registry, "cutedsl").chosen is None
 
