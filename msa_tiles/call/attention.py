@@ -111,6 +111,7 @@ def validated(
     backend: str,
 ) -> tuple[AttentionCall, Tensor | None]:
     """Check everything; the call, and the caller's scratch tensor, if any."""
+    block_size, operands = validate.plain(block_size), operands._replace(where=operands.where.plain())
     q, k, v, block_indices, where, q_scale, k_scale, v_scale, _ = operands
     check_tensors(q, k, v, where, block_size, quantised=True)
     check_scales(q, k, v, where, q_scale, k_scale, v_scale)

@@ -135,6 +135,7 @@ def validated_scores(
     backend: str,
 ) -> ScoreCall:
     """Check a call that scores blocks, into ``out`` or into a new tensor."""
+    block_size, operands = validate.plain(block_size), operands._replace(where=operands.where.plain())
     validate.boolean("causal", causal)
     validate.one_of("layout", layout, validate.LAYOUTS)
     check_operands(operands, block_size, backend, check)
@@ -185,6 +186,9 @@ def validated_ranking(
     backend: str,
 ) -> RankCall:
     """Check a call that ranks scores [Hi, T, NB]."""
+    operands = operands._replace(where=operands.where.plain())
+    topk, block_size, init_blocks, local_blocks = map(validate.plain, (topk, block_size, init_blocks, local_blocks))
+    num_kv_heads, num_valid = validate.plain(num_kv_heads), validate.plain(num_valid)
     score, where, counts = operands
     num_heads, total_q, width = score.shape
     num_kv_heads = kv_heads("score", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
@@ -221,6 +225,9 @@ def validated_selection(
     backend: str,
 ) -> SelectCall:
     """Check a call that scores blocks and ranks them."""
+    operands = operands._replace(where=operands.where.plain())
+    topk, block_size, init_blocks, local_blocks = map(validate.plain, (topk, block_size, init_blocks, local_blocks))
+    num_kv_heads = validate.plain(num_kv_heads)
     check_operands(operands, block_size, backend, check)
     num_heads = operands.idx_q.shape[1]
     num_kv_heads = kv_heads("idx_q", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)

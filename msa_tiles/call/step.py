@@ -101,6 +101,8 @@ def validated(
     backend: str,
 ) -> StepCall:
     """Check everything."""
+    operands = operands._replace(where=operands.where.plain())
+    topk, block_size, init_blocks, local_blocks = map(validate.plain, (topk, block_size, init_blocks, local_blocks))
     q, k, v, idx_q, idx_k, where, q_scale, k_scale, v_scale, *_ = operands
     indexer.check_operands(operands.of_indexer, block_size, backend, check, "index_q_scale", "index_k_scale")
     attention.check_tensors(q, k, v, where, block_size, quantised=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -106,7 +108,17 @@ def dense(name: str, value: Tensor) -> None:
         refuse(name, f"strides {shape_text(value.stride())}", "a contiguous tensor")
 
 
+def plain(value: Any) -> Any:
+    """An integer of NumPy, or of another kind that is one, as Python's; anything else as it came."""
+    if value is None or isinstance(value, (int, float, str, torch.SymInt, Tensor)) or not hasattr(value, "__index__"):
+        return value
+    with contextlib.suppress(TypeError):  # NumPy's True
+        return operator.index(value)
+    return value
+
+
 def integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         refuse_type(name, type(value).__name__, f"an integer of at least {least}")
     if value < least:

@@ -58,6 +58,13 @@ class Where(NamedTuple):
         """The same for an operator that reads no keys."""
         return self._replace(page_table=None)
 
+    def plain(self) -> Where:
+        """The same with bounds that are Python's integers."""
+        bounds = validate.plain(self.max_seqlen_q), validate.plain(self.max_seqlen_k)
+        if bounds == (None, None):
+            return self
+        return self._replace(max_seqlen_q=bounds[0], max_seqlen_k=bounds[1])
+
     def validate(self, total_q: int, like: Tensor, like_name: str, keys: Tensor | None) -> None:
         """Check what the host knows. ``keys`` is the call's key tensor, if any."""
         if self.cu_seqlens_q is not None:
@@ -65,6 +72,8 @@ class Where(NamedTuple):
             if self.cu_seqlens_q.shape[0] == 0:
                 validate.refuse("cu_seqlens_q", "shape [0]", "[B + 1], at least one element")
             validate.dense("cu_seqlens_q", self.cu_seqlens_q)
+        else:
+            self._refuse_requests()
         requests = self.num_requests
         for name, value, shape, dims in (
             ("cu_seqlens_k", self.cu_seqlens_k, [requests + 1], "[B + 1]"),
@@ -82,6 +91,18 @@ class Where(NamedTuple):
             self._validate_paged(like, like_name, keys)
         elif keys is not None and self.cu_seqlens_k is None and requests > 1:
             validate.refuse("cu_seqlens_k", "None", f"int32 [B + 1] for the flat keys of {requests} requests")
+
+    def _refuse_requests(self) -> None:
+        """Without cu_seqlens_q there is one request: say so where another argument speaks of several."""
+        for name, value, further in (
+            ("page_table", self.page_table, 0),
+            ("seqused_k", self.seqused_k, 0),
+            ("cu_seqlens_k", self.cu_seqlens_k, 1),
+            ("k_offset", self.k_offset, 0),
+        ):
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] - further > 1:
+                came = f"None beside {name} of {value.shape[0] - further} requests"
+                validate.refuse("cu_seqlens_q", came, "int32 [B + 1], where the queries of each request begin")
 
     def _validate_paged(self, like: Tensor, like_name: str, keys: Tensor | None) -> None:
         table = validate.int32(

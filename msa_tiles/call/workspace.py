@@ -21,7 +21,7 @@ def workspace_bytes(value: int | None) -> int:
     if value is None:
         return WORKSPACE_BYTES
     validate.integer("workspace", value, 1)
-    return value
+    return validate.plain(value)
 
 
 def workspace_or_bytes(value: Any, like: Tensor, like_name: str) -> tuple[Tensor | None, int]:

@@ -40,6 +40,7 @@ def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int,
     """`build_schedule` by the kernel of one DSL; ``auto`` and ``reference`` are the reference for CPU tensors."""
     validate.tensor("block_indices", block_indices, "[Hkv, T, k]")
     validate.int32("block_indices", block_indices, [None, None, None], "[Hkv, T, k]", block_indices, "block_indices")
+    block_size, where = validate.plain(block_size), where.plain()
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     backends.check(backend, block_indices.device)
     where.validate(block_indices.shape[1], block_indices, "block_indices", None)

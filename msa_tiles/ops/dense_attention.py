@@ -46,6 +46,7 @@ def dense_attention(
     Raises `msa_tiles.runtime.NoKernelError` with the reason of each library where none serves the call.
     """
     q, k, v = autograd.autocast(q, k, v)
+    max_seqlen_q, max_seqlen_k = validate.plain(max_seqlen_q), validate.plain(max_seqlen_k)
     where = Where(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_tensors(q, k, v, where, 1)
     validate.one_of("backend", backend, BACKENDS)

@@ -65,6 +65,7 @@ def index_kl(
         validate.refuse("page_table", "a tensor", "None: the indexer is trained on flat keys")
     check_tensors(q, k, lse, idx_q, idx_k, token_weights)
     total_q, num_kv_heads = q.shape[0], k.shape[1]
+    block_size, where = validate.plain(block_size), where.plain()
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     backends.check(backend, q.device)
     made = None

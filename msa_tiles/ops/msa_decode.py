@@ -119,6 +119,8 @@ def decode_workspace_bytes(
     bound that the call gives (without one: the rows of flat keys, or max_pages times the page size).
     """
     validate.floating("q", q, "[T, Hq, D]", further=(FP8,))
+    topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)
+    max_seqlen_k, block_size = validate.plain(max_seqlen_k), validate.plain(block_size)
     validate.integer("topk", topk, 1)
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)

@@ -59,6 +59,7 @@ def sparse_attention_backward(
         q_positions=q_positions,
         k_offset=k_offset,
     )
+    block_size, where = validate.plain(block_size), where.plain()
     check_tensors(q, k, v, where, block_size)
     total_q, num_q_heads, _ = q.shape
     for name, value in (("dout", dout), ("out", out)):

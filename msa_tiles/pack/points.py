@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from msa_tiles.names import check
 from msa_tiles.runtime import tuned
 from msa_tiles.runtime.build import Job
 from msa_tiles.runtime.registry import Cell, Registry
@@ -84,6 +85,13 @@ def _of_file(path: Path, registry: Registry, target: str) -> Iterator[tuple[Cell
     for i, entry in enumerate(document):
         if not isinstance(entry, dict) or not {"op"} <= entry.keys() <= {"op", "precision", "dsl", "variant"}:
             raise ValueError(f"{path}: entry {i} is {entry!r}, wanted an object of op, precision, dsl and variant")
+        known = {
+            "op": [cell.op for cell in registry.cells],
+            "precision": [*registry.precisions, *(format["group"] for format in registry.formats.values())],
+            "dsl": DSLS,
+        }
+        for name in known.keys() & entry.keys():
+            check(f"{path}: entry {i}: {name}", [entry[name]], known[name])
         cells = registry.select(entry["op"], entry.get("dsl"), target, entry.get("precision"))
         narrowed = _narrowed(entry.get("variant", {}), f"{path}: entry {i}")
         found = 0

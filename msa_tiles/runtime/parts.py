@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from msa_tiles.names import check, unknown
 from msa_tiles.runtime import tuned
 from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.compiler import CompileError
@@ -77,11 +78,13 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
     arch = registry.targets[target].arch
     cells = [cell for part in parts_of(op) for cell in registry.of(part) if cell.arch == arch]
     if not cells:
-        known = ", ".join(sorted({*PARTS, *(cell.op for cell in registry.cells)}))
-        raise ValueError(f"--for {call}: {op!r} has no kernels for {target}; known: {known}")
+        every = sorted({*PARTS, *(cell.op for cell in registry.cells)})
+        raise ValueError(f"--for {call}: {unknown('operator', op, every)}" if op not in every
+                         else f"--for {call}: {op} has no kernels for {target}")  # fmt: skip
+    precisions = ["any", *registry.precisions, *(entry["group"] for entry in registry.formats.values())]
+    check(f"--for {call}: precision", [precision], precisions)
     dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
-    if unknown := sorted(given.keys() - dims.keys()):
-        raise ValueError(f"--for {call}: no kernel of {op} has a compile-time dim {unknown[0]}")
+    check(f"--for {call}: the compile-time dim", given, sorted(dims))
     fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
     jobs: dict[str, Job] = {}
     served: set[str] = set()

@@ -144,7 +144,8 @@ def test_lengths(op):
     fails(op, {"seqused_k": int32(1, 0, 1, 0, 1)[::2]}, "seqused_k: got strides [2]; wanted a contiguous tensor")
     fails(op, {"max_seqlen_q": -1}, "max_seqlen_q: got -1; wanted at least 0")
     fails(op, {"max_seqlen_k": 2.0}, "max_seqlen_k: got float; wanted an integer of at least 0", TypeError)
-    fails(op, {"cu_seqlens_q": None}, "cu_seqlens_k: got shape [4]; wanted [B + 1] = [2]")
+    message = "cu_seqlens_q: got None beside cu_seqlens_k of 3 requests; wanted int32 [B + 1], "
+    fails(op, {"cu_seqlens_q": None}, f"{message}where the queries of each request begin")
 
 
 @pytest.mark.parametrize("op", WITH_KEYS)

@@ -19,7 +19,7 @@ ANYTHING = None
 ALLOWED: dict[str, set[str] | None] = {
     "__init__": {"runtime", "library", "explaining", "trees"},  # when it is asked for them
     "explaining": {"ops", "call", "library", "runtime", "spec", "quant", "names", "sources", "trees"},
-    "pack": {"runtime", "spec", "paths", "sources", "errors"},
+    "pack": {"names", "runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
     "sources": set(),
     "errors": set(),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from msa_tiles import cli
 from msa_tiles.runtime import toolchain
 
 AT_ONCE = 15.0  # seconds, on a machine that does other things too; a kernel of attention takes longer than that
@@ -86,3 +87,16 @@ def test_a_command_that_computes(tmp_path: Path) -> None:
     _, said = started.communicate(timeout=60)
     assert (started.returncode, said.splitlines()[-1]) == (130, "msa-tiles: interrupted")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.__name__.rpartition(".")[2])
+def test_every_command_ends_with_one_line(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+    name = command.__name__.rpartition(".")[2]
+    assert cli.main([name, *{"explain": ["combine"], "pack": ["--out", "nowhere"]}.get(name, [])]) == 130
+    assert capsys.readouterr() == ("", "msa-tiles: interrupted\n")

@@ -294,11 +294,13 @@ class TestWhatACallNeeds:
     @pytest.mark.parametrize(
         ("call", "sentence"),
         [
-            ("attend", "'attend' has no kernels for sm90; known: "),
-            ("combine,width=3", "no kernel of combine has a compile-time dim width"),
+            ("attend", "--for attend: operator attend is unknown; known: "),
+            ("sparse_atention", "operator sparse_atention is unknown; did you mean sparse_attention"),
+            ("sparse_attention,precision=q16kv9", "precision q16kv9 is unknown; did you mean q16kv8"),
+            ("combine,width=3", "--for combine,width=3: the compile-time dim width is unknown; known: head_dim"),
             ("combine,head_dim", "'head_dim' is not NAME=NUMBER or precision=NAME"),
             ("combine,head_dim=96", "no kernel serves it on sm90"),
-            ("sparse_attention,precision=fp3,head_dim=96", "no kernel serves it on sm90"),
+            ("sparse_attention,precision=nvfp4,head_dim=96", "no kernel serves it on sm90"),
         ],
     )
     def test_calls_that_are_none(self, call: str, sentence: str) -> None:
