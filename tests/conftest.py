@@ -5,6 +5,7 @@ Of the many cases of a test with `drawn(n)`, n are not slow: others in every run
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: a garbage collection, as benchmarks and tests ask for them, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -107,6 +107,7 @@ def test_a_precision_without_scales_has_no_part_in_them() -> None:
 
 
 @pytest.mark.parametrize("dsl", PINS)
+@pytest.mark.drawn(1)
 def test_another_toolchain_is_another_digest(dsl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the cells of its DSL, and of no other."""
     before = {cell["id"]: cell["digest"] for cell in GENERATED.index["cells"]}
@@ -201,16 +202,18 @@ class TestCommand:
         assert "tilelang/left_over.py is an orphan" in complaints
         assert changed.read_text().endswith("BY_HAND = 1\n")
 
-    def test_filters(self, tmp_path: Path) -> None:
-        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--target", "sm90"]) == 0
-        written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
-        assert written == {"tilelang/sm90/combine_bf16.py", "cutedsl/sm90/combine_bf16.py"}
-
-    @pytest.mark.parametrize("dsl", PINS)
+    @pytest.mark.parametrize(
+        ("given", "written"),
+        [
+            (["--target", "sm90"], {"tilelang/sm90/combine_bf16.py", "cutedsl/sm90/combine_bf16.py"}),
+            *((["--dsl", dsl], {f"{dsl}/sm90/combine_bf16.py"}) for dsl in PINS),
+        ],
+        ids=" ".join,
+    )
     @pytest.mark.drawn(1)
-    def test_a_filter_by_dsl(self, dsl: str, tmp_path: Path) -> None:
-        assert main(["generate", "--out", str(tmp_path), "--op", "combine", "--dsl", dsl]) == 0
-        assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.py")} == {dsl}
+    def test_filters(self, given: list[str], written: set[str], tmp_path: Path) -> None:
+        assert main(["generate", "--out", str(tmp_path), "--op", "combine", *given]) == 0
+        assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")} == written
 
     def test_unknown_filter(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--out", str(tmp_path), "--target", "sm91"]) == 2

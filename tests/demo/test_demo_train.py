@@ -32,6 +32,7 @@ def small_course_on_the_cpu(monkeypatch):
     return place
 
 
+@pytest.mark.slow
 def test_the_indexer_learns_where_attention_looks(tmp_path, capsys):
     assert main(["demo", "--train", "--tokens", "8192", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -122,6 +122,7 @@ def decode(idx_q, idx_k, q, k, v, where):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.drawn(1)
 def test_compiles_as_one_graph(dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -237,6 +237,7 @@ class TestGradients:
 
 class TestCompile:
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    @pytest.mark.drawn(1)
     def test_one_graph_gives_the_same_gradients(self, backend):
         torch._dynamo.reset()
         compiled = torch.compile(training_loss, fullgraph=True, backend=backend)
@@ -266,6 +267,7 @@ class TestCompile:
         same(gradients(compiled, tensors()), gradients(loss, tensors()))
 
     @pytest.mark.parametrize("op", ["dense_attention", "index_kl", "sparse_attention", "sparse_attention_backward"])
+    @pytest.mark.drawn(2)
     def test_opcheck(self, op, monkeypatch):
         """Schema, fake kernel and, where there is one, the autograd registration."""
         pair, seen = module(op)._OPERATOR, []
