@@ -38,6 +38,8 @@ WHOLES = {
     "msa_decode": ("decode_score", "sparse_decode"),
     "msa_attention": ("select_blocks", "sparse_attention", "index_kl"),
 }
+# Those that were timed as a whole, with the roofline of just these.
+TIMED = ("msa_decode",)
 # Takes a part of the work of the operator that launches it, whose roofline is of both.
 PARTIAL = ("shared_attention",)
 
@@ -293,6 +295,13 @@ def _whole(op: str, met: _Met, expected: Mapping[int, Expectation], facts: Devic
     if not parts or len(parts) < len(known):
         return None
     floor = sum(part.floor_ms for part in parts)
+    if op in TIMED:
+        cells = [entry.decision.chosen.cell for entry in met.entries if entry.launches and entry.decision.chosen]
+        of_parts = [next(cell for cell in cells if cell.op == part) for part in WHOLES[op] if part in launched]
+        precision = "+".join(dict.fromkeys(cell.precision for cell in of_parts))
+        timed = expect.expectation(op, precision, of_parts[-1].dsl, floor, facts)
+        if timed.rows:
+            return timed
     if any(part.ms is None for part in parts):
         return Expectation(floor, parts[0].device)
     within = [part.within for part in parts if part.within is not None]

@@ -25,7 +25,7 @@ from msa_tiles.launch import index, lookup, operands, places, workspaces
 from msa_tiles.launch.index import AppliedScales, applied_scales
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
-from msa_tiles.runtime.facts import multiprocessors
+from msa_tiles.runtime.facts import multiprocessors, stands_for_another
 
 LOG2_E = math.log2(math.e)
 
@@ -55,6 +55,12 @@ def place(where: Where, total_q: int, total_k: int, device: torch.device) -> Pla
 
 def num_sms(index: int) -> int:
     """Multiprocessors of a CUDA device."""
+    return multiprocessors(index) if stands_for_another() else _num_sms(index)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_sms(index: int) -> int:
+    """Kept: torch takes as long to say it as a launch."""
     return multiprocessors(index)
 
 

@@ -60,6 +60,11 @@ def standing_for(facts: DeviceFacts) -> Iterator[None]:
         _stood_for.reset(before)
 
 
+def stands_for_another() -> bool:
+    """Whether devices are taken for one that need not be there."""
+    return _stood_for.get() is not None
+
+
 def device_facts(device: torch.device, targets: Iterable[Target]) -> DeviceFacts:
     """Facts of a torch device; asking a CUDA device initialises CUDA but does not synchronise."""
     if (stood_for := _stood_for.get()) is not None:

@@ -14,7 +14,9 @@ from torch import Tensor
 import msa_tiles
 from msa_tiles import ops
 from msa_tiles.bench import cases
+from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.explaining import expect, grids
+from msa_tiles.explaining.examples import call_of
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
@@ -346,3 +348,16 @@ def test_other_calls_are_as_before_meanwhile_and_afterwards() -> None:
     with pytest.raises(ValueError):
         msa_tiles.explain(ops.combine, **{**call, "backend": "none"}, device="sm90")
     assert torch.equal(ops.combine(**call)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("label", "requests", "keys"), [("decode_128k_b32", 32, 1 << 17), ("decode_1m_b1", 1, 1 << 20)]
+)
+def test_a_step_of_decoding_is_expected_from_steps_that_were_timed(label: str, requests: int, keys: int) -> None:
+    call = call_of("msa_decode", {"pages_per_block": 1}, ["bf16"], 1, keys, requests, default_registry())
+    told = msa_tiles.explain(ops.msa_decode, **call, backend="cutedsl", device="sm90").expectation
+    rows = expect.MEASURED.read_text()
+    count = len(json.loads(rows)["rows"]["msa_decode bf16 cutedsl"])
+    assert told is not None and told.rows == count and told.ms is not None
+    works = BENCHMARKS["msa_decode"].work(label, "bf16")
+    assert told.floor_ms == pytest.approx(cases.floor_ms(works, "NVIDIA H100 80GB HBM3"), rel=0.02)
