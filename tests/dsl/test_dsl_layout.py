@@ -46,7 +46,7 @@ def names_in(expression: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_strides_have_64_bits_and_long_axes_come_first(cell: Cell) -> None:
     for variant in variants(cell):
         function = cell.function(**variant)

@@ -171,7 +171,7 @@ def test_loading_takes_milliseconds_and_neither_the_dsl_nor_a_linker(entry: Entr
 
 
 @pytest.mark.parametrize("arch", ["", "sm_100a"])
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 def test_the_environments_architecture_does_not_matter(
     arch: str, cute: Cell, entry: Entry, target: Target, tmp_path: Path
 ) -> None:

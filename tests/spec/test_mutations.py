@@ -35,7 +35,7 @@ def specs() -> Specs:
 
 
 MUTATED = [file for file in FILES if Path(file).stem not in WAITING]
-EACH = 2  # changes of each file in a quick run
+EACH = 1  # changes of each file in a quick run
 
 
 def changes_of(file: str) -> list[Mutation]:
