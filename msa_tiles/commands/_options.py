@@ -13,6 +13,8 @@ from msa_tiles.names import counted
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
+    import torch
+
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry
     from msa_tiles.spec import Specs
@@ -140,6 +142,23 @@ def only(option: str, given: Sequence[str], why: str) -> str:
     if len(set(given)) != 1:
         raise ValueError(f"{option} {','.join(given)}: {why}")
     return given[0]
+
+
+def cuda_device(option: str, text: str, what_for: str) -> torch.device:
+    """The GPU that an option names. Raises ValueError where it names none, or one that is not here."""
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"{option} {text} is no GPU, and {what_for}; name cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ValueError(f"there is no CUDA device here; {what_for}")
+    if device.index is not None and device.index >= (there := torch.cuda.device_count()):
+        raise ValueError(f"{option} {text} is not here: there {'is' if there == 1 else 'are'} {counted(there, 'GPU')}")
+    return device
 
 
 def processes(option: str, value: int) -> None:

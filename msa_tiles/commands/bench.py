@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, listed, only, seconds
+from msa_tiles.commands._options import add_names, cuda_device, listed, only, seconds
 from msa_tiles.errors import ToolError
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
@@ -66,7 +66,8 @@ def _agreement(args: argparse.Namespace) -> int:
 
     from msa_tiles.bench import agreement
 
-    device = torch.device(args.device if torch.cuda.is_available() else "cpu")
+    here = torch.cuda.is_available()
+    device = cuda_device("--device", args.device, "blocks are chosen there") if here else torch.device("cpu")
     console.say(f"blocks chosen from e4m3 as from float32, {agreement.TOPK} of each query and head, on {device}")
     console.table(agreement.table(device))
     return 0
@@ -133,8 +134,7 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
 
     if args.out is not None:
         refuse_unwritable("--out", args.out, directory=False)
-    if not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs")
+    device = cuda_device("--device", args.device, "kernels are timed on one; --from FILE shows rows of earlier runs")
     dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)
     for dsl, reason in ((dsl, toolchain.missing(dsl)) for dsl in dsls):
         if reason is not None:
@@ -143,8 +143,7 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
     if not dsls:
         return None
     registry = default_registry()
-    device = torch.device(args.device)
-    if device.type == "cuda" and device.index is None:
+    if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     facts = device_facts(device, registry.targets.values())

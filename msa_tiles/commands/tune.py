@@ -16,6 +16,7 @@ from msa_tiles.commands._options import (
     add_filters,
     add_json,
     add_names,
+    cuda_device,
     filter_text,
     filters_of,
     on_target,
@@ -44,8 +45,6 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import datetime
 
-    import torch
-
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import Cell, default_registry
@@ -59,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
     names.check("--workload", args.workload, [label for known in labels.values() for label in known])
     seconds("--seconds", args.seconds)
     refuse_unwritable("the record", registry.directory / tuned.TUNED, directory=False)
-    if not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; kernels can only be timed on one")
-    device = torch.device(args.device)
+    device = cuda_device("--device", args.device, "kernels can only be timed on one")
     facts = device_facts(device, registry.targets.values())
     # Rivals are cells whose tensors are stored alike, whatever they multiply in.
     rivals: dict[tuple[str, ...], list[Cell]] = {}

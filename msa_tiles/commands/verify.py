@@ -16,6 +16,7 @@ from msa_tiles import console
 from msa_tiles.commands._options import (
     add_filters,
     add_json,
+    cuda_device,
     filters_of,
     on_target,
     processes,
@@ -64,8 +65,6 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from msa_tiles import trees
     from msa_tiles.runtime import evidence
     from msa_tiles.runtime.accuracy import accuracies
@@ -84,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.smallest:
         trees.require_own(registry.directory)
         refuse_unwritable("the record", registry.directory / evidence.VERIFIED, directory=False)
-    if not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; kernels can only be verified on one")
-    device = torch.device(args.device)
+    device = cuda_device("--device", args.device, "kernels can only be verified on one")
     facts = device_facts(device, registry.targets.values())
     verified = evidence.verified_of(registry)
     there = on_target(cells, facts, args)

@@ -67,7 +67,7 @@ def test_gates_decide_the_exit_code(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["combine"], "there is no CUDA device here to time kernels on; --from FILE shows rows of earlier runs"),
+        (["combine"], "there is no CUDA device here; kernels are timed on one; --from FILE shows rows of earlier runs"),
         (["attention"], "benchmark OP attention is unknown; did you mean"),
         (["--cases", "prefill_1k"], "--cases prefill_1k is unknown; did you mean prefill_"),
         (["--peers", "vllm,nobody"], "--peers nobody is unknown; known: vllm, fa4"),

@@ -240,3 +240,20 @@ def test_progress_of_work_counts_what_is_done(
         seen.append((item, lines_of(capsys)))
     assert seen == [("one", ["operators: 0/2; ONE"]), ("two", ["operators: 1/2; TWO"])]
     assert lines_of(capsys) == ["operators: 2/2"]
+
+
+@pytest.mark.parametrize("command", ["verify", "tune", "bench"])
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("gpu", "--device gpu is no GPU, and kernels "),
+        ("cpu", "--device cpu is no GPU, and kernels "),
+        ("cuda:7", "--device cuda:7 is not here: there are 2 GPUs"),
+    ],
+)
+def test_a_device_that_is_not_here(
+    command: str, device: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert sentence in complaint(capsys, command, "--device", device)
