@@ -216,7 +216,11 @@ def poison(dtype: torch.dtype) -> float | int:
 
 
 def poison_free_memory(device: torch.device, size: int = 1 << 28) -> None:
-    """Leave NaN in the memory that torch hands out next, so that an output nobody wrote shows."""
+    """Leave NaN in the memory that torch hands out next, so that an output nobody wrote shows.
+
+    What torch keeps of earlier tensors goes back first: it would be handed out before, with finite numbers in it.
+    """
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         filled = [torch.full((bytes_ // 4,), float("nan"), device=device) for bytes_ in (size, 1 << 20, 1 << 16, 512)]
         del filled
