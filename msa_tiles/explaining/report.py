@@ -124,7 +124,7 @@ class Explanation:
         if self.runs != "kernels":
             yield f"  runs on {self.runs}"
         else:
-            launches = sum(kernel.launches for kernel in self.kernels)
+            launches = sum(kernel.launches for kernel in self.kernels if kernel.cell is not None)
             what = counted(launches, "launch", "launches")
             yield f"  {what}, workspace {_size(self.workspace_bytes)}, results {_size(self.result_bytes)}"
         if self.expectation is not None:

@@ -361,3 +361,19 @@ def test_a_step_of_decoding_is_expected_from_steps_that_were_timed(label: str, r
     assert told is not None and told.rows == count and told.ms is not None
     works = BENCHMARKS["msa_decode"].work(label, "bf16")
     assert told.floor_ms == pytest.approx(cases.floor_ms(works, "NVIDIA H100 80GB HBM3"), rel=0.02)
+
+
+def test_what_is_told_of_a_kernel() -> None:
+    told = msa_tiles.explain(ops.combine, **arguments_of("combine"), device="sm90")
+    [kernel] = told.kernels
+    first, second, *_ = dataclasses.replace(kernel, tree="/mine", origin="pack", place="/packs/one").lines()
+    assert first == f"{kernel.cell} (of the tree /mine)  head_dim=128"
+    assert second == "  from the pack /packs/one, 1 launch, grid 4,096 x 4"
+    idle = dataclasses.replace(kernel, launches=0, grid=None, origin="cache")
+    assert list(idle.lines())[1] == "  from the cache, found, and not launched"
+    missing = dataclasses.replace(kernel, cell=None)
+    assert next(missing.lines()) == "combine: no kernel serves it"
+    assert next(dataclasses.replace(missing, optional=True).lines()).endswith("and the call does without")
+    lost = dataclasses.replace(told, kernels=(missing,))
+    assert not lost.served and "\n  0 launches, " in str(lost)
+    assert dataclasses.replace(told, kernels=(dataclasses.replace(missing, optional=True),)).served
