@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -71,11 +72,10 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
         operator = specs / f"operators/{name}.yaml"
         replaced(operator, tolerance, f"  s16: {{out: 0.1}}\n{tolerance}")
         replaced(operator, "precisions: [bf16, q8k8]", "precisions: [bf16, q8k8, s16]")
-        replaced(
-            operator,
-            "{index_key: index_e4m3}}}",
-            "{index_key: index_e4m3}}, s16: {operands: {index_key: index_scaled}}}",
-        )
+        # As the row of e4m3 is adjusted, but for the operand.
+        [adjusted] = re.findall(r"adjust: \{q8k8: (.*index_e4m3.*)\}\n", operator.read_text())
+        own = adjusted.replace("index_e4m3", "index_scaled")
+        replaced(operator, f"{{q8k8: {adjusted}}}", f"{{q8k8: {adjusted}, s16: {own}}}")
     (specs / "operands/cutedsl").mkdir(parents=True)
     (specs / "operands/cutedsl/index_scaled.py").write_text(OPERAND)
     monkeypatch.setattr(operands, "__path__", list(operands.__path__))
