@@ -12,7 +12,6 @@ from msa_tiles.demo import device, embed, kernels, picture, text
 from msa_tiles.demo import run as demo
 
 TOKENS = 2560
-NO_KERNELS = pytest.mark.usefixtures("kernels_are_not_looked_at")
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +19,9 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(device, "choose", lambda: device.CPU)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def kernels_are_not_looked_at(monkeypatch):
-    """One test generates them all and compares; the others are about something else."""
+    """`test_demo_kernels.py` generates and compares them."""
     monkeypatch.setattr(kernels, "differences", lambda *_: (0, []))
 
 
@@ -43,7 +42,6 @@ def test_demo_shows_what_it_found_and_writes_report_and_picture(tmp_path, capsys
     assert (tmp_path / "selection_map.png").read_bytes().startswith(b"\x89PNG")
 
 
-@NO_KERNELS
 def test_text_of_the_users_own(tmp_path, capsys):
     file = tmp_path / "own.txt"
     file.write_text("\n".join(text.default_text(TOKENS)[0].splitlines()[500:1500]))
@@ -62,7 +60,6 @@ def test_a_text_that_cannot_serve_is_refused(tmp_path, capsys, content, message)
     assert message in capsys.readouterr().err
 
 
-@NO_KERNELS
 def test_a_missed_question_is_shown_as_missed(tmp_path, capsys, monkeypatch):
     """An indexer that sees nothing takes the first blocks, and that must not be covered up."""
 
@@ -79,7 +76,6 @@ def test_a_missed_question_is_shown_as_missed(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("MISSED") == len(missed)
 
 
-@NO_KERNELS
 def test_an_output_that_disagrees_fails_the_demo(tmp_path, capsys, monkeypatch):
     attend = demo.ops.sparse_attention
     monkeypatch.setattr(demo.ops, "sparse_attention", lambda *args, **kwargs: attend(*args, **kwargs) * 1.01)
@@ -87,7 +83,6 @@ def test_an_output_that_disagrees_fails_the_demo(tmp_path, capsys, monkeypatch):
     assert "does NOT agree with dense attention" in capsys.readouterr().err
 
 
-@NO_KERNELS
 def test_a_nan_is_no_agreement(tmp_path, monkeypatch):
     attend = demo.ops.sparse_attention
     monkeypatch.setattr(demo.ops, "sparse_attention", lambda *args, **kwargs: attend(*args, **kwargs) * float("nan"))

@@ -87,7 +87,7 @@ def test_the_kernel_before_shared_attention_begins_when_all_is_there() -> None:
 @pytest.mark.parametrize(
     ("pages_per_block", "queries", "number", "rounds"), [(0, 40, 2, 1), (2, 40, 2, 1), (0, 20, 2, 2), (2, 40, 1, 2)]
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_launch_code_gives_every_kernel_what_it_wants(
     monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, number: int, rounds: int
 ) -> None:

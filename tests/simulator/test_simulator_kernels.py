@@ -687,7 +687,7 @@ CELLS = default_registry().select(dsl="tilelang")
     ("cell", "case"),
     [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
 )
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(12)
 def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
     call, arguments = CASES[name_of(cell)][case]
     (calls,) = [calls for calls in MODULES if hasattr(calls, name_of(cell))]
@@ -753,7 +753,7 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         "decode-heads",
     ],
 )
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_what_is_not_finite_reaches_who_sees_it(
     op: str, call: dict[str, Any], sizes: dict[str, Any], which: str, value: float
 ) -> None:
@@ -766,7 +766,7 @@ def test_what_is_not_finite_reaches_who_sees_it(
 
 
 @pytest.mark.parametrize("seed", range(10, 14))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]
     simulated_calls.select_blocks(
