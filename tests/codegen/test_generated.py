@@ -208,7 +208,7 @@ class TestCommand:
             (["--target", "sm90"], {"tilelang/sm90/combine_bf16.py", "cutedsl/sm90/combine_bf16.py"}),
             *((["--dsl", dsl], {f"{dsl}/sm90/combine_bf16.py"}) for dsl in PINS),
         ],
-        ids=" ".join,
+        ids=lambda names: " ".join(sorted(names)),
     )
     @pytest.mark.drawn(1)
     def test_filters(self, given: list[str], written: set[str], tmp_path: Path) -> None:
