@@ -272,4 +272,8 @@ def test_queries_become_float16(e4m3: types.ModuleType, head_dim: int) -> None:
     # Scales are no smaller than what LSE may be divided by.
     usual = whole & (undone[:, 0] > 1e-29)
     assert usual.sum() > 40
-    assert torch.equal((found * undone)[usual], queries.double()[usual])
+    wanted, got = queries.double()[usual], (found * undone)[usual]
+    most = wanted.abs().amax(-1, keepdim=True)
+    large = wanted.abs() >= 2.0**-31 * most
+    assert large.float().mean() > 0.5 and torch.equal(got[large], wanted[large])
+    assert ((got - wanted).abs() <= 2.0**-39 * most).all()
