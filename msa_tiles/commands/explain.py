@@ -70,6 +70,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(unknown("operator", args.op, sorted({*whole, *(cell.op for cell in registry.cells), DENSE})))
     known = known_names(registry)
     check("--precision", [args.precision], known["precision"])
+    reading = [cell for op in ops for cell in registry.of(op) if cell.reads]
+    served = {registry.group_of(cell.precision) for cell in reading}
+    if reading and args.precision not in {*registry.precisions, *served}:
+        known_groups = ", ".join(sorted(served))
+        raise ValueError(f"--precision {args.precision}: {args.op} has no kernels of it, only of {known_groups}")
     check("--feature", args.feature, known["feature"])
     check("--backend", [args.backend], ("auto", *DSLS))
     _check_sizes(args)

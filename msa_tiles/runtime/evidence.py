@@ -38,20 +38,25 @@ def read_compiled(generated: Path) -> dict[str, dict[str, Any]]:
 
 
 def compiled_of(registry: Registry) -> dict[str, dict[str, Any]]:
-    """What `compiled.json` says of each cell, in the highest tree that knows its digest."""
+    """What `compiled.json` says of each cell, in its own tree or one above."""
     return _of(registry, read_compiled)
 
 
 def verified_of(registry: Registry) -> dict[str, dict[str, Any]]:
-    """What `verified.json` says of each cell, in the highest tree that knows its digest."""
+    """What `verified.json` says of each cell, in its own tree or one above."""
     return _of(registry, read_verified)
 
 
 def _of(registry: Registry, read: Callable[[Path], Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    layers = [read(directory) for directory in registry.directories]
+    layers = [(directory, read(directory)) for directory in registry.directories]
     found = {}
     for cell in registry.cells:
-        entries = [layer[cell.id] for layer in layers if cell.id in layer]
+        entries = []
+        for directory, layer in layers:
+            if cell.id in layer:
+                entries.append(layer[cell.id])
+            if cell.file.is_relative_to(directory):
+                break  # beneath lies another cell of that name: of the same code, maybe, at other points or tolerances
         if entries:
             found[cell.id] = next((each for each in entries if each.get("digest") == cell.digest), entries[0])
     return found

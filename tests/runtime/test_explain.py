@@ -123,3 +123,9 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_that_make_no_call(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = explain(capsys, *arguments, "--device", "sm90")
     assert status == 2 and sentence in text
+
+
+def test_a_precision_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "sparse_attention", "--device", "sm90", "--precision", "nvfp4"]) == 2
+    assert "--precision nvfp4: sparse_attention has no kernels of it, only of bf16, fp8" in capsys.readouterr().err
+    assert cli.main(["explain", "topk_select", "--device", "sm90", "--precision", "fp8"]) == 0

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import types
 from collections.abc import Iterator
@@ -300,6 +301,25 @@ def test_evidence_is_of_the_highest_tree_that_knows_the_digest(tree: Path, tmp_p
         assert found[other.id] == (shipped if shipped and shipped["digest"] == other.digest else {"digest": "old"})
         assert (registry.directory / "compiled.json").is_file()
     assert CELL not in evidence.compiled_of(default_registry()) or default_registry() is not registry
+
+
+def test_evidence_beneath_is_not_that_of_a_kernel_of_the_tree(tmp_path: Path) -> None:
+    """The code may be the same where points or tolerances are others: nobody has run or compiled those."""
+    spec = paths.specs_dir() / "operators/combine.yaml"
+    text = spec.read_text(encoding="utf-8")
+    bound = re.search(r"bf16: \{out: ([0-9.e-]+)", text)
+    assert bound is not None
+    write(tmp_path / "specs/operators/combine.yaml", text.replace(bound[0], "bf16: {out: 1.0e-7", 1))
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    shipped = {cell.id: cell for cell in default_registry().select("combine")}
+    known = evidence.verified_of(default_registry())
+    assert any(evidence.is_verified(cell, known) for cell in shipped.values())
+    with msa_tiles.use_tree(tmp_path):
+        registry = default_registry()
+        own = [cell for cell in registry.select("combine") if cell.digest == shipped[cell.id].digest]
+        assert own and all(cell.tree is not None for cell in own)
+        assert not any(evidence.is_verified(cell, evidence.verified_of(registry)) for cell in own)
+        assert not any(cell.id in evidence.compiled_of(registry) for cell in own)
 
 
 def test_figures_of_a_tree_go_before_those_beneath(tmp_path: Path) -> None:
