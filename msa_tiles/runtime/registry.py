@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import sys
 import threading
@@ -20,11 +21,11 @@ from msa_tiles.sources import OPERANDS, code_of, search_operands
 INDEX = "index.json"
 INDEX_FORMAT = 2
 
-
 Names = str | Collection[str] | None  # of a filter, which nothing and an empty collection leave open
 
 _ROLES = ("query", "key_value", "index_key", "output")
 _AMBIGUOUS = ("uint8",)  # storage of several formats: only a `QuantizedTensor` knows which
+_log = logging.getLogger(__name__)
 
 
 class RegistryError(ValueError):
@@ -214,6 +215,11 @@ def default_registry() -> Registry:
         if (tree.generated / INDEX).is_file():
             found = Registry.read(tree.generated, found, tree.directory)
         else:  # nothing was generated as yet; what is measured goes there all the same
+            if tree.specs.is_dir() or tree.skeletons.is_dir():
+                _log.warning(
+                    "%s declares kernels, and none are generated: run `msa-tiles generate --tree %s`",
+                    tree.directory, tree.directory,
+                )  # fmt: skip
             found = dataclasses.replace(found, directory=tree.generated, below=found.directories)
     return found
 

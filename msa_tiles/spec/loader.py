@@ -83,6 +83,8 @@ def _refuse_others(specs_dir: Path) -> None:
         if path not in known and (path.is_dir() or path.suffix in (".yaml", ".yml")):
             where = f"{TARGETS}/*.yaml, {OPERATORS}/*.yaml and {PRECISIONS}"
             raise SpecError(Location(shown(path), 1), f"no specs are read from here, but from {where}")
+    for path in sorted(path for part in (TARGETS, OPERATORS) for path in (specs_dir / part).glob("*.yml")):
+        raise SpecError(Location(shown(path), 1), f"specs end in .yaml: rename it to {path.stem}.yaml")
 
 
 def _yaml_files(directory: Path) -> list[Path]:

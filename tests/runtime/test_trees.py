@@ -322,6 +322,16 @@ def test_evidence_beneath_is_not_that_of_a_kernel_of_the_tree(tmp_path: Path) ->
         assert not any(cell.id in evidence.compiled_of(registry) for cell in own)
 
 
+def test_a_tree_of_which_nothing_is_generated_is_said_to_be_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = write(tmp_path / "specs/operators/combine.yml", "inherits: combine\n")
+    assert cli.main(["explain", "combine", "--tree", str(tmp_path), "--device", "sm90"]) == 0
+    assert f"none are generated: run `msa-tiles generate --tree {tmp_path}`" in caplog.text
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
+    assert f"{row}:1: specs end in .yaml: rename it to combine.yaml" in capsys.readouterr().err
+
+
 def test_figures_of_a_tree_go_before_those_beneath(tmp_path: Path) -> None:
     low, high = tmp_path / "low", tmp_path / "high"
     figure = tuned.Figure("combine", "sm90", "bf16", "w", 1, "card", "2026-01-01", {"a": 1.0}, {})
