@@ -187,6 +187,12 @@ def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: P
     assert len(str(caught.value)) < 4000
 
 
+def test_an_error_that_is_a_key_alone_says_what_it_is() -> None:
+    """CuTe DSL raises one for an architecture that it does not know."""
+    assert compiler._end_of(KeyError("sm_91a")) == "KeyError: 'sm_91a'"
+    assert compiler._end_of(ValueError("a sentence")) == "a sentence"
+
+
 def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MSA_TILES_CACHE_DIR", str(tmp_path))
     assert default_root() == tmp_path
