@@ -171,9 +171,7 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
 def _end_of(error: Exception) -> str:
     """What a compiler says in the end: TileLang puts the whole source in front."""
     text = str(error)
-    if (
-        isinstance(error, KeyError) or not text
-    ):  # a key alone says nothing, such as an arch that CuTe DSL does not know
+    if isinstance(error, KeyError) or not text:  # a key alone says nothing, such as an arch that CuTe DSL does not know
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"
 
