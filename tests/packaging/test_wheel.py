@@ -123,7 +123,7 @@ def test_generate_writes_the_same_kernels_elsewhere(installed: Path, tmp_path: P
 
 def test_explain_needs_no_gpu(installed: Path) -> None:
     text = run(installed, "msa-tiles", "explain", "sparse_attention", "--device", "sm90")
-    assert "Measured on NVIDIA H100 80GB HBM3" in text
+    assert re.search(r"Measured on NVIDIA \w+", text)
     assert re.search(r"Runs sparse_attention\.(tilelang|cutedsl)\.sm90\.bf16, from .*/site-packages/msa_tiles/", text)
 
 
