@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from msa_tiles.call import validate
+from msa_tiles.scoped import held
 
 BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 
@@ -17,14 +17,9 @@ BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 _rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", default=False)
 
 
-@contextlib.contextmanager
-def rehearsing() -> Iterator[None]:
+def rehearsing() -> AbstractContextManager[None]:
     """Tensors of any device are taken for CUDA tensors: for whoever asks what a call would do, and runs nothing."""
-    before = _rehearsed.set(True)
-    try:
-        yield
-    finally:
-        _rehearsed.reset(before)
+    return held(_rehearsed, True)
 
 
 def rehearsed() -> bool:

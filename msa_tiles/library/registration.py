@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -19,6 +19,7 @@ from msa_tiles.call import backends
 from msa_tiles.call.workspace import check_alignment
 from msa_tiles.library.layout import Call, Layout
 from msa_tiles.library.overlap import refuse_overlaps
+from msa_tiles.scoped import held
 
 NAMESPACE = "msa_tiles"
 
@@ -91,14 +92,9 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 _rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", default=False)
 
 
-@contextlib.contextmanager
-def rehearsing() -> Iterator[None]:
+def rehearsing() -> AbstractContextManager[None]:
     """Calls on fake tensors go the way of eager ones, past the dispatcher. The reference, which reads values, rests."""
-    before = _rehearsed.set(True)
-    try:
-        yield
-    finally:
-        _rehearsed.reset(before)
+    return held(_rehearsed, True)
 
 
 def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tensor | None]) -> None:

@@ -12,11 +12,11 @@ do, for all agree on the tensors in between.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.packs import Pack, Packed
 from msa_tiles.runtime.pending import Pending, obtain
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
+from msa_tiles.scoped import held
 from msa_tiles.spec.model import DSLS
 
 _log = logging.getLogger(__name__)
@@ -155,34 +156,24 @@ def _one_of(values: tuple[int, ...]) -> str:
 _preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("preferred cell", default=None)
 
 
-@contextlib.contextmanager
-def preferring(cell: Cell) -> Iterator[None]:
+def preferring(cell: Cell) -> AbstractContextManager[None]:
     """This cell serves every call that it accepts, whatever was measured: for whoever measures rivals of one DSL.
 
     Operators remember calls besides: see `msa_tiles.library.remember.forget_all`.
     """
-    before = _preferred.set(cell.id)
-    try:
-        yield
-    finally:
-        _preferred.reset(before)
+    return held(_preferred, cell.id)
 
 
 Met = Callable[["Decision", bool], Any]
 _met: contextvars.ContextVar[Met | None] = contextvars.ContextVar("who meets decisions", default=None)
 
 
-@contextlib.contextmanager
-def meeting(met: Met) -> Iterator[None]:
+def meeting(met: Met) -> AbstractContextManager[None]:
     """Nothing is found, compiled or kept: `met(decision, True)` answers whoever looks for a kernel with a stand-in.
 
     `met(decision, False)` answers those that only ask whether there is one: None where none is.
     """
-    before = _met.set(met)
-    try:
-        yield
-    finally:
-        _met.reset(before)
+    return held(_met, met)
 
 
 _kernels: dict[tuple, Kernel] = {}

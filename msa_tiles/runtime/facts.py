@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
 from msa_tiles.runtime.registry import Target
+from msa_tiles.scoped import held
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,9 @@ class CallFacts:
 _stood_for: contextvars.ContextVar[DeviceFacts | None] = contextvars.ContextVar("device stood for", default=None)
 
 
-@contextlib.contextmanager
-def standing_for(facts: DeviceFacts) -> Iterator[None]:
+def standing_for(facts: DeviceFacts) -> AbstractContextManager[None]:
     """All devices are taken for this one, whether there is one or not: for whoever asks what a call would do."""
-    before = _stood_for.set(facts)
-    try:
-        yield
-    finally:
-        _stood_for.reset(before)
+    return held(_stood_for, facts)
 
 
 def stands_for_another() -> bool:
