@@ -1,6 +1,31 @@
 """Quantised tensors and their quantisers, in plain torch, on any device."""
 
+from msa_tiles.quant.fp4 import quantize_mxfp4, quantize_nvfp4
 from msa_tiles.quant.fp8 import FP8, quantize_fp8
-from msa_tiles.quant.tensor import QuantizedTensor, dequantize, scale_per
+from msa_tiles.quant.pages import (
+    Pages,
+    quantize_index_pages,
+    quantize_pages,
+    sglang_index_pages,
+    sglang_pages,
+    vllm_pages,
+)
+from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor, dequantize, scale_per
 
-__all__ = ["FP8", "QuantizedTensor", "dequantize", "quantize_fp8", "scale_per"]
+__all__ = [
+    "FP8",
+    "GROUPS",
+    "PACKED",
+    "Pages",
+    "QuantizedTensor",
+    "dequantize",
+    "quantize_fp8",
+    "quantize_index_pages",
+    "quantize_mxfp4",
+    "quantize_nvfp4",
+    "quantize_pages",
+    "scale_per",
+    "sglang_index_pages",
+    "sglang_pages",
+    "vllm_pages",
+]
