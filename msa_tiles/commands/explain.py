@@ -175,6 +175,8 @@ def _decide(
 
 def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
     """A decision as `explain --json` prints it."""
+    from msa_tiles.runtime import evidence
+
     chosen = decision.chosen
     return {
         "op": decision.call.op,
@@ -192,6 +194,7 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
                 "variant": dict(each.variant),
                 "refusal": each.refusal,
                 "origin": None if each.refusal is not None else _origin(each, registry),
+                "verified": evidence.has_run(each.cell, registry),
                 "edited": each.refusal is None and not is_generated(each.cell),
             }
             for each in decision.candidates
@@ -202,7 +205,7 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
 
 def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
     """One operator's kernels, as text."""
-    from msa_tiles.runtime import packs
+    from msa_tiles.runtime import evidence, packs
     from msa_tiles.runtime.compiler import variant_text
 
     call, op = decision.call, decision.call.op
@@ -216,6 +219,7 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
             console.say(f"  {name}: refuses: {candidate.refusal}")
             continue
         text = f"serves it as {variant_text(candidate.variant)}, {_origin(candidate, registry)}"
+        text += "" if evidence.has_run(candidate.cell, registry) else ", not verified"
         console.say(f"  {name}: {text}")
         if not is_generated(candidate.cell):
             console.say("    its file is not what `msa-tiles generate` writes: no evidence holds for it")

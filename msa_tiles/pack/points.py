@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msa_tiles.names import check
-from msa_tiles.runtime import tuned
+from msa_tiles.runtime import evidence, tuned
 from msa_tiles.runtime.build import Job
 from msa_tiles.runtime.registry import Cell, Registry
 from msa_tiles.spec.model import DSLS
@@ -124,9 +124,10 @@ def _wanted(
     if dsl != BEST:
         return {dsl}
     rivals = {other.dsl: other for other, dims in asked if _alike(other, cell) and dims == variant}
+    ran = {rival.id for rival in rivals.values() if evidence.has_run(rival, registry)}
     figures = [f for f in tuned.figures_of(*registry.directories) if (f.op, f.target) == (cell.op, cell.target)]
     best = {
-        min(rivals.values(), key=lambda rival: tuned.preference(rival, figure)).dsl
+        min(rivals.values(), key=lambda rival: (rival.id not in ran, *tuned.preference(rival, figure))).dsl
         for figure in figures
         if not {rival.id for rival in rivals.values()}.isdisjoint(figure.ms)
     }

@@ -1,9 +1,9 @@
 """The one place where a kernel is chosen.
 
 Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
-run. Of those that accept, the one runs that was measured to be the fastest at the call's size, as committed by
-`msa-tiles tune`; without figures, one of the DSL that stands first in `DSLS`. A kernel that lies in a pack goes before
-one that would have to be compiled. `backend` names a DSL instead.
+run. Of those that accept, one that is verified goes before one that is not; then the one runs that was measured to be
+the fastest at the call's size, as committed by `msa-tiles tune`; without figures, one of the DSL that stands first in
+`DSLS`. A kernel that lies in a pack goes before one that would have to be compiled. `backend` names a DSL instead.
 
 Some calls launch kernels of other operators on their way: sparse_attention builds a schedule and merges partial
 results. `backend` holds for these helpers too, where that DSL has a kernel that serves them; elsewhere any DSL's will
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msa_tiles import trees
-from msa_tiles.runtime import packs, toolchain, tuned
+from msa_tiles.runtime import evidence, packs, toolchain, tuned
 from msa_tiles.runtime.cache import Entry
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
@@ -80,6 +80,7 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
         key=lambda c: (
             c.cell.id != preferred,
             c.cell.target != device.target,
+            len(accepting) > 1 and not evidence.has_run(c.cell, registry),
             c.packed is None,
             *tuned.preference(c.cell, figure),
         ),

@@ -49,17 +49,18 @@ def verified_of(registry: Registry) -> dict[str, dict[str, Any]]:
 
 def _of(registry: Registry, read: Callable[[Path], Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     layers = [(directory, read(directory)) for directory in registry.directories]
-    found = {}
-    for cell in registry.cells:
-        entries = []
-        for directory, layer in layers:
-            if cell.id in layer:
-                entries.append(layer[cell.id])
-            if cell.file.is_relative_to(directory):
-                break  # beneath lies another cell of that name: of the same code, maybe, at other points or tolerances
-        if entries:
-            found[cell.id] = next((each for each in entries if each.get("digest") == cell.digest), entries[0])
-    return found
+    found = {cell.id: _entry(cell, layers) for cell in registry.cells}
+    return {name: entry for name, entry in found.items() if entry}
+
+
+def _entry(cell: Cell, layers: Iterable[tuple[Path, Mapping[str, dict[str, Any]]]]) -> dict[str, Any]:
+    entries = []
+    for directory, layer in layers:
+        if cell.id in layer:
+            entries.append(layer[cell.id])
+        if cell.file.is_relative_to(directory):
+            break  # beneath lies another cell of that name: of the same code, maybe, at other points or tolerances
+    return next((each for each in entries if each.get("digest") == cell.digest), entries[0] if entries else {})
 
 
 def is_recorded(cell: Cell, target: Target, compiled: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -137,6 +138,16 @@ def _read(path: Path, writer: str) -> dict[str, dict[str, Any]]:
     if not isinstance(document, dict) or not all(isinstance(entry, dict) for entry in document.values()):
         raise ValueError(f"{path} is not what `{writer}` writes; delete it and run that again")
     return document
+
+
+def has_run(cell: Cell, registry: Registry) -> bool:
+    """`is_verified`, for dispatch: what the files say is remembered."""
+    return _entry(cell, _verified_layers(*registry.directories)).get("digest") == cell.digest
+
+
+@trees.cached(maxsize=8)
+def _verified_layers(*directories: Path) -> tuple[tuple[Path, dict[str, dict[str, Any]]], ...]:
+    return tuple((directory, read_verified(directory)) for directory in directories)
 
 
 def is_verified(cell: Cell, verified: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -1,7 +1,8 @@
 """What was measured: milliseconds of each DSL's kernel, per target, operator, precision and call size.
 
 `generated/tuned.json` is written by `msa-tiles tune` on a GPU and committed. Dispatch prefers the kernel that was
-fastest at the measured size nearest to the call's. A figure of an earlier digest counts too, until `msa-tiles tune`
+fastest at the measured size nearest to the call's, among those that `msa-tiles verify` saw agree with the reference,
+if any did. A figure of an earlier digest counts too, until `msa-tiles tune`
 runs again: kernels of two DSLs differ by more than one does from its last version. Without figures the order is that of
 `DSLS`.
 """
@@ -57,7 +58,7 @@ def nearest(figures: Iterable[Figure], cells: Iterable[str], size: int) -> Figur
 
 
 def preference(cell: Cell, figure: Figure | None) -> tuple[float, int]:
-    """Sorts cells: measured ones first, the fastest first; the others in the default order."""
+    """Sorts cells of equal evidence: measured ones first, the fastest first; the others in the default order."""
     ms = {} if figure is None else figure.ms
     return ms.get(cell.id, float("inf")), DSLS.index(cell.dsl)
 

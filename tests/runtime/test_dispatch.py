@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from msa_tiles.runtime import dispatch
+from msa_tiles.runtime import dispatch, tuned
 from msa_tiles.runtime.dispatch import NoKernelError, decide, find_kernel, fit_variant, serves
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Cell, Registry, Target
@@ -79,6 +79,25 @@ def test_tilelang_runs_unless_a_backend_is_named(registry: Registry, cell: Cell,
     assert decide(call(), H100, both).chosen.cell is cell  # type: ignore[union-attr]
     assert decide(call(), H100, both, "tilelang").chosen.cell is cell  # type: ignore[union-attr]
     assert decide(call(), H100, both, "cutedsl").chosen.cell is cutedsl  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("verified", ["tilelang", "cutedsl"])
+def test_a_verified_kernel_goes_before_a_faster_one_that_is_not(
+    registry: Registry, cell: Cell, cutedsl: Cell, verified: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = dataclasses.replace(registry, cells=(cell, cutedsl))
+    (sound,) = (each for each in both.cells if each.dsl == verified)
+    figure = tuned.Figure(
+        "scale_rows", "sm90", "bf16", "w", 1, "a card", "2026-01-01",
+        {each.id: 2.0 if each is sound else 1.0 for each in both.cells}, {},
+    )  # fmt: skip
+    monkeypatch.setattr("msa_tiles.runtime.tuned.figures_of", lambda *directories: (figure,))
+    assert decide(call(), H100, both).chosen.cell is not sound  # type: ignore[union-attr]
+    record = {each.id: {"digest": each.digest if each is sound else "of an earlier one"} for each in both.cells}
+    monkeypatch.setattr(dispatch.evidence, "_verified_layers", lambda *directories: ((registry.directory, record),))
+    assert decide(call(), H100, both).chosen.cell is sound  # type: ignore[union-attr]
+    with dispatch.preferring(cutedsl):
+        assert decide(call(), H100, both).chosen.cell is cutedsl  # type: ignore[union-attr]
 
 
 def test_another_dsl_runs_where_tilelang_refuses(registry: Registry, cell: Cell, cutedsl: Cell) -> None:

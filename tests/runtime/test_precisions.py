@@ -56,6 +56,7 @@ def test_cells_of_the_same_storage_are_rivals(monkeypatch: pytest.MonkeyPatch) -
     (cell, twin) = (c for c in registry.select("sparse_attention", "tilelang", "sm90") if c.precision != "q16kv8")
     call = CallFacts("sparse_attention", torch.device("cuda"), "bf16", cell.ci[0])
     monkeypatch.setattr("msa_tiles.runtime.toolchain.missing", lambda dsl: None)
+    monkeypatch.setattr("msa_tiles.runtime.evidence.has_run", lambda cell, registry: True)
     for slower, faster in ((cell, twin), (twin, cell)):
         figure = FIGURE | {"ms": {slower.id: 2.0, faster.id: 1.0}}
         monkeypatch.setattr("msa_tiles.runtime.tuned.figures_of", lambda directory, figure=figure: (made(figure),))
