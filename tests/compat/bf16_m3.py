@@ -1,0 +1,123 @@
+"""A MiniMax-M3 model in bfloat16, of sizes that kernels take: "msa_tiles" errs about as much as "eager" does.
+
+Errors are against the float32 model, root mean square: where rounding turns a choice of blocks, it does in both.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, NamedTuple
+
+import torch
+from compat.small_m3 import VOCABULARY, small_model, transformers
+from torch import Tensor
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "dense_intermediate_size": 256,
+    "shared_intermediate_size": 128,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "rotary_dim": 32,
+    "index_head_dim": 64,
+    "index_block_size": 64,
+    "index_topk_blocks": 4,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 2048,
+}
+RATIO = 2.0  # at most so much worse than eager
+
+
+class Bfloat16(NamedTuple):
+    """A model, ids [B, S], and logits [B, S, V] of the same weights in float32, and eagerly in bfloat16."""
+
+    model: Any
+    ids: Tensor
+    exact: Tensor
+    eager: Tensor
+
+    @staticmethod
+    def draw(device: str, length: int) -> Bfloat16:
+        seed = int(os.environ["MSA_TILES_SEED"])
+        torch.manual_seed(seed)
+        model = small_model(**SIZES).to(device=device, dtype=torch.bfloat16)
+        ids = torch.randint(1, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed)).to(device)
+        wide = copy.deepcopy(model).float()
+        with torch.no_grad():
+            exact, eager = wide(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+        model.set_attn_implementation("msa_tiles")
+        return Bfloat16(model, ids, exact, eager.float())
+
+    def accept(self, found: Tensor, rows: Any = slice(None)) -> None:
+        """Logits [..., V] of some ``rows`` of ``exact``."""
+        exact, eager = self.exact[rows], self.eager[rows]
+        assert found.shape == exact.shape and bool(found.isfinite().all())
+        error, accepted = (float((each.float() - exact).square().mean().sqrt()) for each in (found, eager))
+        size = float(exact.square().mean().sqrt())
+        assert error <= RATIO * accepted, f"rms error {error:.3g}, eager {accepted:.3g}"
+        assert error < 0.1 * size, f"rms error {error:.3g} of {size:.3g}"
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return self.model(*args, **kwargs).logits
+
+    def check_prefill(self) -> None:
+        self.accept(self.run(self.ids, use_cache=False))
+        self.accept(self.run(self.ids[:1]), slice(0, 1))
+
+    def check_decode(self, kind: str, prompt: int) -> None:
+        """A prompt, eight tokens at once, the rest one by one."""
+        length = self.ids.shape[1]
+        cache = (
+            transformers.DynamicCache(config=self.model.config)
+            if kind == "dynamic"
+            else transformers.StaticCache(config=self.model.config, max_cache_len=length + 29)
+        )
+        ends = [prompt, prompt + 8, *range(prompt + 9, length + 1)]
+        pieces = [self.run(self.ids[:, begin:end], cache=cache) for begin, end in zip([0, *ends], ends, strict=False)]
+        self.accept(torch.cat(pieces, 1))
+
+    def check_padding(self, lengths: tuple[int, int], steps: int) -> None:
+        """A left-padded batch, and some tokens after it."""
+        width = max(lengths)
+        ids, mask = torch.zeros_like(self.ids[:, :width]), torch.zeros_like(self.ids[:, :width])
+        for row, length in enumerate(lengths):
+            ids[row, width - length :], mask[row, width - length :] = self.ids[row, :length], 1
+        cache = transformers.DynamicCache(config=self.model.config)
+        pieces = [self.run(ids, attention_mask=mask, cache=cache)]
+        for step in range(steps):
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            nexts = torch.stack([self.ids[row, length + step] for row, length in enumerate(lengths)])[:, None]
+            pieces.append(self.run(nexts, attention_mask=mask, cache=cache))
+        found = torch.cat(pieces, 1)
+        for row, length in enumerate(lengths):
+            self.accept(found[row, -(length + steps) :], (row, slice(0, length + steps)))
+
+    def check_packed(self, length: int) -> None:
+        """Two sequences in one row, by their positions."""
+        positions = torch.cat([torch.arange(length), torch.arange(length - 5)])[None].to(self.ids.device)
+        ids = torch.cat([self.ids[0, :length], self.ids[1, : length - 5]])[None]
+        found = self.run(ids, position_ids=positions, use_cache=False)[0]
+        self.accept(found[:length], (0, slice(0, length)))
+        self.accept(found[length:], (1, slice(0, length - 5)))
+
+    def check_training(self, length: int) -> None:
+        """Gradients against those of float32; the indexers have none."""
+        ids = self.ids[:, :length]
+
+        def gradients(model: Any, implementation: str) -> dict[str, Tensor]:
+            model.set_attn_implementation(implementation)
+            model.train()(ids, labels=ids, use_cache=False).loss.backward()
+            found = {name: each.grad for name, each in model.eval().named_parameters()}
+            model.zero_grad(set_to_none=True)
+            return found
+
+        exact = gradients(copy.deepcopy(self.model).float(), "eager")
+        eager, ours = gradients(self.model, "eager"), gradients(self.model, "msa_tiles")
+        for name, wanted in exact.items():
+            assert (wanted is None) == (ours[name] is None) == ("indexer" in name), name
+            if wanted is not None:
+                error, accepted = (float((each[name].float() - wanted).norm()) for each in (ours, eager))
+                assert error <= RATIO * accepted + 1e-3 * float(wanted.norm()), name
