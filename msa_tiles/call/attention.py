@@ -17,7 +17,7 @@ from msa_tiles.quant import FP8, QuantizedTensor
 class Attention(NamedTuple):
     """What attention reads: q [T, Hq, D]; k, v [Tk, Hkv, D] or [pages, Hkv, page, D]; ids int32 [Hkv, T, k].
 
-    The scales are those of quantised tensors.
+    The scales are those of quantised tensors, the global ones of those of 4 bits.
     """
 
     q: Tensor
@@ -29,11 +29,14 @@ class Attention(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     schedule: WindowSchedule | None = None
+    k_global_scale: Tensor | None = None
+    v_global_scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All but the schedule."""
         return (
-            self.q, self.k, self.v, self.block_indices, *self.where.tensors(), self.q_scale, self.k_scale, self.v_scale
+            self.q, self.k, self.v, self.block_indices, *self.where.tensors(), self.q_scale, self.k_scale, self.v_scale,
+            self.k_global_scale, self.v_global_scale,
         )  # fmt: skip
 
 
@@ -92,11 +95,15 @@ def operands_of(
     q: Any, k: Any, v: Any, block_indices: Tensor, where: Where, q_scale: Any, k_scale: Any, v_scale: Any
 ) -> Attention:
     """The operands of a call that is not checked yet, quantised tensors taken apart."""
+    k_global = v_global = None
     if QuantizedTensor in (type(q), type(k), type(v)):
         q, q_scale = scales.unpacked("q", q, q_scale, "q_scale")
-        k, k_scale = scales.unpacked("k", k, k_scale, "k_scale")
-        v, v_scale = scales.unpacked("v", v, v_scale, "v_scale")
-    return Attention(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
+        k, k_scale, k_global = scales.unpacked_keys("k", k, k_scale, "k_scale")
+        v, v_scale, v_global = scales.unpacked_keys("v", v, v_scale, "v_scale")
+    elif formats.is_packed(k) or formats.is_packed(v):
+        scales.refuse_bytes("k", k)
+        scales.refuse_bytes("v", v)
+    return Attention(q, k, v, block_indices, where, q_scale, k_scale, v_scale, None, k_global, v_global)
 
 
 def validated(
@@ -112,7 +119,7 @@ def validated(
 ) -> tuple[AttentionCall, Tensor | None]:
     """Check everything; the call, and the caller's scratch tensor, if any."""
     block_size, operands = validate.plain(block_size), operands._replace(where=operands.where.plain())
-    q, k, v, block_indices, where, q_scale, k_scale, v_scale, _ = operands
+    q, k, v, block_indices, where, q_scale, k_scale, v_scale, _, k_global, v_global = operands
     check_tensors(q, k, v, where, block_size, quantised=True)
     check_scales(q, k, v, where, q_scale, k_scale, v_scale)
     total_q, _, head_dim = q.shape
@@ -123,7 +130,8 @@ def validated(
         contents.check_where(where, total_q, k)
         contents.check_offsets(where, block_size, backend, q.device)
         contents.check_block_indices(block_indices, where, block_size, k)
-        contents.check_scales(where, q, k, {"q_scale": q_scale}, {"k_scale": k_scale, "v_scale": v_scale})
+        of_keys = {"k_scale": k_scale, "v_scale": v_scale, "k.global_scale": k_global, "v.global_scale": v_global}
+        contents.check_scales(where, q, k, {"q_scale": q_scale}, of_keys)
     made = of_call(schedule, block_indices, block_size, where, k.shape[0])
     scratch, scratch_bytes = workspace_or_bytes(workspace, q, "q")
     scale = validate.softmax_scale(softmax_scale, head_dim)
@@ -135,20 +143,22 @@ def validated(
 
 def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quantised: bool = False) -> None:
     """Check q, k and v, their head ratio and the page size. Where they may be quantised, v is stored as k is."""
-    further = (FP8,) if quantised else ()
+    further: tuple[torch.dtype, ...] = (FP8,) if quantised else ()
     _, num_q_heads, head_dim = validate.floating("q", q, "[T, Hq, D]", further=further).shape
     if head_dim == 0:
         validate.refuse("q", "head dim 0", "at least 1")
     keys_dims = "[Tk, Hkv, D]" if where.page_table is None else "[pages, Hkv, page, D]"
     decoded = quantised and isinstance(k, Tensor) and formats.is_quantised(k)
+    if decoded:
+        further = (FP8, formats.BYTES)
     for name, value in (("k", k), ("v", v)):
         if decoded:
             validate.floating(name, value, keys_dims, k, "k", further)
             validate.same_device(name, value, q, "q")
         else:
             validate.floating(name, value, keys_dims, q, "q", further)
-        if value.shape[-1] != head_dim:
-            validate.refuse(name, f"head dim {value.shape[-1]}", f"{head_dim} like q")
+        if formats.width(value) != head_dim:
+            validate.refuse(name, f"head dim {formats.width(value)}", f"{head_dim} like q")
     if v.shape != k.shape:
         validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
     num_kv_heads = k.shape[1]
@@ -165,6 +175,8 @@ def check_scales(q: Tensor, k: Tensor, v: Tensor, where: Where, q_scale: Any, k_
     scales.of_queries("q_scale", q_scale, q, "q", "Hq", required=True)
     scales.of_keys("k_scale", k_scale, k, "k", paged)
     scales.of_keys("v_scale", v_scale, v, "v", paged)
+    if (came := formats.stored(v, v_scale)) != (wanted := formats.stored(k, k_scale)):
+        validate.refuse_type("v", f"format {came!r}", f"{wanted!r} like k")
 
 
 def refuse_quantised(operands: Attention) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from msa_tiles.call import backends, validate
+from msa_tiles.call import backends, formats, validate
 from msa_tiles.call.where import Where
 from msa_tiles.reference.batch import Batch, key_rows, read_batch
 
@@ -174,9 +174,17 @@ def check_scales(
         if scale.dim() < keys.dim() - 1:
             _check_scale(name, scale)
             continue
+        of_rows = scale[..., None]
+        if formats.is_packed(keys):
+            # As many bytes for each row, whatever the layout: of four tokens together, or of one.
+            of_rows = scale.to(torch.float32)
+            if scale.dim() > keys.dim():
+                of_rows = of_rows.transpose(-1, -2).flatten(-3, -2)
         for request in batch.requests:
-            rows, present = key_rows(scale[..., None], request, 0, request.num_keys, where.page_table)
-            _check_scale(name, rows if present is None else rows[present])
+            rows, present = key_rows(of_rows, request, 0, request.num_keys, where.page_table)
+            used = rows if present is None else rows[present]
+            # A group of 4-bit values may be NaN: that is what its scale is for.
+            _check_scale(name, used.nan_to_num(nan=0.0) if formats.is_packed(keys) else used)
 
 
 def _check_scale(name: str, scale: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msa_tiles.call import backends, contents, scales, validate
+from msa_tiles.call import backends, contents, formats, scales, validate
 from msa_tiles.call.where import Where, page_size
 from msa_tiles.quant import FP8
 
@@ -23,9 +23,10 @@ class Index(NamedTuple):
     where: Where
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
+    k_global_scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.idx_q, self.idx_k, *self.where.tensors(), self.q_scale, self.k_scale
+        return self.idx_q, self.idx_k, *self.where.tensors(), self.q_scale, self.k_scale, self.k_global_scale
 
 
 class Ranked(NamedTuple):
@@ -92,8 +93,8 @@ class SelectCall(NamedTuple):
 def operands_of(idx_q: Any, idx_k: Any, where: Where, q_scale: Any, k_scale: Any) -> Index:
     """The operands of a call that is not checked yet, quantised tensors taken apart."""
     idx_q, q_scale = scales.unpacked("idx_q", idx_q, q_scale, "q_scale")
-    idx_k, k_scale = scales.unpacked("idx_k", idx_k, k_scale, "k_scale")
-    return Index(idx_q, idx_k, where, q_scale, k_scale)
+    idx_k, k_scale, k_global = scales.unpacked_keys("idx_k", idx_k, k_scale, "k_scale")
+    return Index(idx_q, idx_k, where, q_scale, k_scale, k_global)
 
 
 def check_operands(
@@ -104,13 +105,18 @@ def check_operands(
     q_scale_name: str = "q_scale",
     k_scale_name: str = "k_scale",
 ) -> None:
-    """Check queries and keys of one dtype, their scales, places and pages, and the backend."""
-    idx_q, idx_k, where, q_scale, k_scale = operands
+    """Check queries and keys of one dtype, or keys of 4 bits, their scales, places and pages, and the backend."""
+    idx_q, idx_k, where, q_scale, k_scale, k_global = operands
     paged = where.page_table is not None
     validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
-    validate.floating("idx_k", idx_k, "[pages, page, Di]" if paged else "[Tk, Di]", idx_q, "idx_q", further=(FP8,))
-    if idx_k.shape[-1] != idx_q.shape[2]:
-        validate.refuse("idx_k", f"index dim {idx_k.shape[-1]}", f"{idx_q.shape[2]} like idx_q")
+    dims = "[pages, page, Di]" if paged else "[Tk, Di]"
+    if formats.is_packed(idx_k):
+        validate.floating("idx_k", idx_k, dims, further=(formats.BYTES,))
+        validate.same_device("idx_k", idx_k, idx_q, "idx_q")
+    else:
+        validate.floating("idx_k", idx_k, dims, idx_q, "idx_q", further=(FP8,))
+    if formats.width(idx_k) != idx_q.shape[2]:
+        validate.refuse("idx_k", f"index dim {formats.width(idx_k)}", f"{idx_q.shape[2]} like idx_q")
     scales.of_queries(q_scale_name, q_scale, idx_q, "idx_q", "Hi")
     scales.of_index_keys(k_scale_name, k_scale, idx_k, "idx_k", paged)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
@@ -121,7 +127,8 @@ def check_operands(
     if check:
         contents.check_where(where, idx_q.shape[0], idx_k)
         contents.check_offsets(where, block_size, backend, idx_q.device)
-        contents.check_scales(where, idx_q, idx_k, {q_scale_name: q_scale}, {k_scale_name: k_scale})
+        of_keys = {k_scale_name: k_scale, "idx_k.global_scale": k_global}
+        contents.check_scales(where, idx_q, idx_k, {q_scale_name: q_scale}, of_keys)
 
 
 def validated_scores(
@@ -145,6 +152,13 @@ def validated_scores(
         idx_q, idx_k, where, *_ = operands
         contents.check_score_width(num_blocks, where, idx_q.shape[0], block_size, idx_q, idx_k)
     return ScoreCall(operands, block_size, causal, token_major, num_blocks, backend)
+
+
+def reference_keys(operands: Index) -> tuple[Tensor, Tensor | None]:
+    """Keys and their scale as the reference takes them: what is in groups comes dequantised, in float32."""
+    if not formats.is_packed(operands.idx_k):
+        return operands.idx_k, operands.k_scale
+    return scales.of_values(operands.idx_k, operands.k_scale, operands.k_global_scale), None
 
 
 def score_width(operands: Index, block_size: int, token_major: bool, out: Tensor | None) -> int:

@@ -28,20 +28,27 @@ class Step(NamedTuple):
     v_scale: Tensor | None = None
     index_q_scale: Tensor | None = None
     index_k_scale: Tensor | None = None
+    k_global_scale: Tensor | None = None
+    v_global_scale: Tensor | None = None
+    index_k_global_scale: Tensor | None = None
 
     @property
     def of_indexer(self) -> Index:
-        return Index(self.idx_q, self.idx_k, self.where, self.index_q_scale, self.index_k_scale)
+        return Index(
+            self.idx_q, self.idx_k, self.where, self.index_q_scale, self.index_k_scale, self.index_k_global_scale
+        )  # fmt: skip
 
     def of_attention(self, block_indices: Tensor) -> Attention:
         return Attention(
-            self.q, self.k, self.v, block_indices, self.where, self.q_scale, self.k_scale, self.v_scale
+            self.q, self.k, self.v, block_indices, self.where, self.q_scale, self.k_scale, self.v_scale, None,
+            self.k_global_scale, self.v_global_scale,
         )  # fmt: skip
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (
             self.q, self.k, self.v, self.idx_q, self.idx_k, *self.where.tensors(), self.q_scale, self.k_scale,
-            self.v_scale, self.index_q_scale, self.index_k_scale,
+            self.v_scale, self.index_q_scale, self.index_k_scale, self.k_global_scale, self.v_global_scale,
+            self.index_k_global_scale,
         )  # fmt: skip
 
 
@@ -80,13 +87,20 @@ def operands_of(
     index_k_scale: Any,
 ) -> Step:
     """The operands of a call that is not checked yet, quantised tensors taken apart."""
+    k_global = v_global = index_global = None
     if QuantizedTensor in (type(q), type(k), type(v), type(idx_q), type(idx_k)):
         q, q_scale = scales.unpacked("q", q, q_scale, "q_scale")
-        k, k_scale = scales.unpacked("k", k, k_scale, "k_scale")
-        v, v_scale = scales.unpacked("v", v, v_scale, "v_scale")
+        k, k_scale, k_global = scales.unpacked_keys("k", k, k_scale, "k_scale")
+        v, v_scale, v_global = scales.unpacked_keys("v", v, v_scale, "v_scale")
         idx_q, index_q_scale = scales.unpacked("idx_q", idx_q, index_q_scale, "index_q_scale")
-        idx_k, index_k_scale = scales.unpacked("idx_k", idx_k, index_k_scale, "index_k_scale")
-    return Step(q, k, v, idx_q, idx_k, where, q_scale, k_scale, v_scale, index_q_scale, index_k_scale)
+        idx_k, index_k_scale, index_global = scales.unpacked_keys("idx_k", idx_k, index_k_scale, "index_k_scale")
+    elif formats.is_packed(k) or formats.is_packed(v) or formats.is_packed(idx_k):
+        for name, value in (("k", k), ("v", v), ("idx_k", idx_k)):
+            scales.refuse_bytes(name, value)
+    return Step(
+        q, k, v, idx_q, idx_k, where, q_scale, k_scale, v_scale, index_q_scale, index_k_scale, k_global, v_global,
+        index_global,
+    )  # fmt: skip
 
 
 def validated(
@@ -104,12 +118,14 @@ def validated(
     operands = operands._replace(where=operands.where.plain())
     topk, block_size, init_blocks, local_blocks = map(validate.plain, (topk, block_size, init_blocks, local_blocks))
     q, k, v, idx_q, idx_k, where, q_scale, k_scale, v_scale, *_ = operands
+    k_global, v_global = operands.k_global_scale, operands.v_global_scale
     indexer.check_operands(operands.of_indexer, block_size, backend, check, "index_q_scale", "index_k_scale")
     attention.check_tensors(q, k, v, where, block_size, quantised=True)
     attention.check_scales(q, k, v, where, q_scale, k_scale, v_scale)
     check_beside(idx_q, idx_k, q, k, where.page_table is not None)
     if check:
-        contents.check_scales(where, q, k, {"q_scale": q_scale}, {"k_scale": k_scale, "v_scale": v_scale})
+        of_keys = {"k_scale": k_scale, "v_scale": v_scale, "k.global_scale": k_global, "v.global_scale": v_global}
+        contents.check_scales(where, q, k, {"q_scale": q_scale}, of_keys)
     num_kv_heads = k.shape[1]
     indexer.kv_heads("idx_q", idx_q.shape[1], topk, num_kv_heads, block_size, init_blocks, local_blocks, "ascending")
     num_blocks = indexer.score_width(operands.of_indexer, block_size, False, None)

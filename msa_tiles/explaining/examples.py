@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.quant import GROUPS, PACKED, QuantizedTensor
 from msa_tiles.runtime.registry import Registry
 
 # What the specs' workloads have where a kernel is not compiled for it.
@@ -44,7 +44,10 @@ def call_of(
     def stored(keys: str, role: str, *shape: int, per_token: bool = False) -> Any:
         found = (registry.precisions[name].formats for name in precisions)
         formats = next((formats for formats in found if keys in formats), None)
-        dtype = torch.bfloat16 if formats is None else getattr(torch, registry.formats[formats[role]]["storage"])
+        name = "bf16" if formats is None else formats[role]
+        if name in GROUPS:
+            return _packed(name, *shape)
+        dtype = torch.bfloat16 if formats is None else getattr(torch, registry.formats[name]["storage"])
         value = _meta(*shape, dtype=dtype)
         return value if dtype.itemsize > 1 else QuantizedTensor(value, _float(*(shape[:-1] if per_token else ())))
 
@@ -84,6 +87,14 @@ def call_of(
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _packed(format: str, *shape: int) -> QuantizedTensor:
+    """Values of 4 bits, in bytes; with a global scale where the format has one."""
+    groups = GROUPS[format]
+    data = _meta(*shape[:-1], shape[-1] // PACKED, dtype=torch.uint8)
+    scale = _meta(*shape[:-1], shape[-1] // groups.size, dtype=groups.dtype)
+    return QuantizedTensor(data, scale, format, global_scale=_float() if groups.has_global else None)
 
 
 def _float(*shape: int) -> Tensor:

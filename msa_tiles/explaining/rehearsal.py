@@ -260,10 +260,10 @@ def _report(
 
 def _sizes(bound: Mapping[str, Any], met: _Met) -> dict[str, tuple[int, ...]]:
     """The shapes of a call's tensors by name, and of the ids, which a call may choose itself."""
-    own = {name: value.data if isinstance(value, QuantizedTensor) else value for name, value in bound.items()}
     chosen = [entry.sizes["block_indices"] for entry in met.entries if "block_indices" in entry.sizes]
     ids = {"block_indices": chosen[0]} if chosen else {}
-    return {**ids, **{name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}}
+    own = {name: value for name, value in bound.items() if isinstance(value, Tensor | QuantizedTensor)}
+    return {**ids, **{name: tuple(value.shape) for name, value in own.items()}}
 
 
 def _expected(

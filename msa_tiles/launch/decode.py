@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.call import backends, validate
+from msa_tiles.call import backends, formats, validate
 from msa_tiles.call.attention import Attention, AttentionCall
 from msa_tiles.call.indexer import Index
 from msa_tiles.call.step import Step, StepCall
@@ -102,7 +102,7 @@ def score(
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, out: Tensor) -> None:
     """The kernel of decode_score, which writes the blocks that a request has."""
     out.fill_(-torch.inf)
-    idx_q, idx_k, where, q_scale, k_scale = given
+    idx_q, idx_k, where, q_scale, k_scale, _ = given
     at = place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
     score(kernel, idx_q, idx_k, applied_scales(idx_q, q_scale, k_scale, at.cu_seqlens_q), at, causal, out)
 
@@ -256,7 +256,7 @@ def prepare_step(call: StepCall) -> StepLaunch | None:
         "sparse_decode",
         where,
         q.device,
-        lookup.precision(query=q, key_value=k),
+        lookup.precision(query=q, key_value=formats.stored(k, given.k_scale)),
         {
             "head_dim": q.shape[2],
             "block_size": block_size,
@@ -273,7 +273,7 @@ def prepare_step(call: StepCall) -> StepLaunch | None:
         heads=max(q.shape[1], idx_q.shape[1]),
     )
     variant = index.variant(given.of_indexer, block_size)
-    of_index = lookup.precision(query=idx_q, index_key=given.idx_k)
+    of_index = lookup.precision(query=idx_q, index_key=formats.stored(given.idx_k, given.index_k_scale))
     scorer = lookup.part_kernel(facts, backend, "decode_score", variant, facts.features, of_index)
     score_bytes, partial_bytes = step_bytes(q, idx_q, call.topk, k.shape[1], call.num_blocks)
     splits = splits_for(q, k.shape[1], call.topk, partial_bytes)

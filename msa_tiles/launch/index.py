@@ -85,7 +85,7 @@ def variant(given: Index, block_size: int) -> dict[str, int]:
         "block_size": block_size,
         "pages_per_block": lookup.pages_per_block(given.where, given.idx_k, block_size),
     }
-    if formats.is_quantised(given.idx_q):
+    if formats.is_quantised(given.idx_k) and not formats.is_packed(given.idx_k):
         dims["key_scales"] = int(has_key_scales(given.k_scale))
     return dims
 
@@ -98,7 +98,7 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> N
         op,
         where,
         idx_q.device,
-        lookup.precision(query=idx_q, index_key=idx_k),
+        lookup.precision(query=idx_q, index_key=formats.stored(idx_k, given.k_scale)),
         variant(given, block_size),
         (idx_q, idx_k),
         lookup.broken_rules(op, num_index_heads=idx_q.shape[1]) + lookup.oversized_table(where, block_size),
@@ -258,7 +258,7 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
         "select_blocks",
         where,
         idx_q.device,
-        lookup.precision(query=idx_q, index_key=idx_k),
+        lookup.precision(query=idx_q, index_key=formats.stored(idx_k, given.k_scale)),
         dims,
         (idx_q, idx_k),
         lookup.oversized_table(where, block_size),

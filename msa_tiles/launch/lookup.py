@@ -19,13 +19,15 @@ from msa_tiles.spec import load
 MOST_HEADS = 65_535
 
 
-def precision(**tensors: Tensor) -> str:
-    """The precision of a call whose tensors of these roles are stored like that.
+def precision(**tensors: Tensor | str) -> str:
+    """The precision of a call whose tensors of these roles are stored like that, or as `formats.stored` says.
 
     Roles are `query`, `key_value`, `index_key` and `output`. Which of the precisions that are stored alike serves the
     call, one that decodes on the chip or one that multiplies natively, is for dispatch to say.
     """
-    return _precision(**{role: str(tensor.dtype).removeprefix("torch.") for role, tensor in tensors.items()})
+    return _precision(
+        **{role: t if isinstance(t, str) else str(t.dtype).removeprefix("torch.") for role, t in tensors.items()}
+    )
 
 
 @trees.cached(maxsize=64)

@@ -8,7 +8,7 @@ from torch import Tensor
 from msa_tiles.call import formats, scales
 from msa_tiles.call.attention import Attention, AttentionCall
 from msa_tiles.call.step import Step
-from msa_tiles.launch import lookup
+from msa_tiles.launch import lookup, packed
 from msa_tiles.runtime import CallFacts
 
 
@@ -20,7 +20,7 @@ def facts(op: str, call: AttentionCall, **own_dims: int) -> CallFacts:
         op,
         where,
         q.device,
-        lookup.precision(query=q, key_value=k),
+        lookup.precision(query=q, key_value=formats.stored(k, operands.k_scale)),
         {
             "head_dim": q.shape[2],
             "block_size": block_size,
@@ -51,22 +51,32 @@ def is_empty(operands: Attention) -> bool:
 
 
 def token_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, int]:
-    """The kernels' variant of scaled keys and values: whether any of them has a scale for every row."""
-    if not formats.is_quantised(k):
+    """The kernels' variant of scaled keys and values: whether any of them has a scale for every row.
+
+    Those of 4 bits have a scale for every group, in any case.
+    """
+    if not formats.is_quantised(k) or formats.is_packed(k):
         return {}
     return {"token_scales": int(scales.per_token(k_scale, k) or scales.per_token(v_scale, k))}
 
 
 def keys_and_values(operands: Attention | Step) -> tuple[Tensor, ...]:
-    """k and v as kernels take them: each followed by its scale, where they are quantised.
+    """k and v as kernels take them: each followed by its scales, where they are quantised.
 
-    Scales come as [Hkv], or all as k without its last dimension where one of them has a scale for every row. What holds
-    one number for many is expanded, with strides of 0; nothing is copied.
+    Those of 4 bits come as [Tk, Hkv, D / group], or [pages, Hkv, page / 4, 4, D / group], whose strides tell their
+    layout, followed by the global scale [Hkv] where the format has one. Others come as [Hkv], or all as k without its
+    last dimension where one of them has a scale for every row. What holds one number for many is expanded, with strides
+    of 0; nothing is copied.
     """
     k, v, k_scale, v_scale = operands.k, operands.v, operands.k_scale, operands.v_scale
     if k_scale is None:
         return k, v
     assert v_scale is not None
+    if formats.is_packed(k):
+        return (
+            *packed.of_groups(k, k_scale, operands.k_global_scale),
+            *packed.of_groups(v, v_scale, operands.v_global_scale),
+        )
     shape = k.shape[:-1] if scales.per_token(k_scale, k) or scales.per_token(v_scale, k) else k.shape[1:2]
     return k, _expanded(k_scale, shape), v, _expanded(v_scale, shape)
 

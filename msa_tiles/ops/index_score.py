@@ -48,6 +48,8 @@ def index_score(
     Both may be torch.float8_e4m3fn, with float32 scales, or `QuantizedTensor`: scores are then those of the dequantised
     values. ``q_scale`` is [], [Hi] or [T, Hi], ``k_scale`` [] or [Tk] (paged: [pages, page]); None stands for 1. Scales
     are finite and not below 0; others leave scores that they take part in undefined, and ``check=True`` refuses them.
+    ``idx_k`` may be a `QuantizedTensor` of format "nvfp4" or "mxfp4", whatever the queries are; products of a group
+    that is NaN do not count.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     call = indexer.validated_scores(
@@ -77,15 +79,16 @@ def by_reference(call: ScoreCall, out: Tensor) -> None:
     """Fill the scores in plain torch."""
     given = call.operands
     score = out.transpose(0, 1) if call.token_major else out
+    idx_k, k_scale = indexer.reference_keys(given)
     score.copy_(
         reference.index_score(
             given.idx_q,
-            given.idx_k,
+            idx_k,
             block_size=call.block_size,
             causal=call.causal,
             num_blocks=call.num_blocks,
             q_scale=given.q_scale,
-            k_scale=given.k_scale,
+            k_scale=k_scale,
             **given.where.keywords(),
         )
     )

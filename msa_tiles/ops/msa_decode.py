@@ -57,7 +57,8 @@ def msa_decode(
     [T, Hq] (natural log), as `sparse_attention` over the ids of `select_blocks` would.
 
     Keys and values may be quantised as there (``k_scale``, ``v_scale``), and so may, by themselves, the queries and
-    keys of the indexer, as in `index_score` (``index_q_scale``, ``index_k_scale``; None stands for 1).
+    keys of the indexer, as in `index_score` (``index_q_scale``, ``index_k_scale``; None stands for 1): any format of
+    the one with any of the other.
 
     ``out``, ``lse`` and ``block_indices`` int32 [Hkv, T, topk] are the caller's buffers, ``workspace`` a uint8 tensor
     of `decode_workspace_bytes`: with all of them, cu_seqlens_q, and cu_seqlens_k or pages, a call allocates nothing.
@@ -142,16 +143,17 @@ def _by_reference(
     call: StepCall, out: Tensor, lse: Tensor, block_indices: Tensor, workspace: Tensor | None = None
 ) -> None:
     given = call.operands
+    idx_k, k_scale = indexer.reference_keys(given.of_indexer)
     chosen = reference.select_blocks(
         given.idx_q,
-        given.idx_k,
+        idx_k,
         call.topk,
         num_kv_heads=call.num_kv_heads,
         block_size=call.block_size,
         init_blocks=call.init_blocks,
         local_blocks=call.local_blocks,
         q_scale=given.index_q_scale,
-        k_scale=given.index_k_scale,
+        k_scale=k_scale,
         **given.where.keywords(),
     )
     block_indices.copy_(chosen)

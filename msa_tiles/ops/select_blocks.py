@@ -91,10 +91,11 @@ def _allocate(call: SelectCall) -> tuple[Tensor, ...]:
 
 def _by_reference(call: SelectCall, out: Tensor) -> None:
     given = call.operands
+    idx_k, k_scale = indexer.reference_keys(given)
     out.copy_(
         reference.select_blocks(
             given.idx_q,
-            given.idx_k,
+            idx_k,
             call.topk,
             num_kv_heads=call.num_kv_heads,
             block_size=call.block_size,
@@ -102,7 +103,7 @@ def _by_reference(call: SelectCall, out: Tensor) -> None:
             local_blocks=call.local_blocks,
             order=call.order,
             q_scale=given.q_scale,
-            k_scale=given.k_scale,
+            k_scale=k_scale,
             **given.where.keywords(),
         )
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msa_tiles import quant, reference
 from msa_tiles.call import attention as calls
-from msa_tiles.call import formats
+from msa_tiles.call import formats, scales
 from msa_tiles.call.attention import Attention, AttentionCall, Gradients
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
@@ -58,7 +58,8 @@ def sparse_attention(
     ``v_scale``, or `QuantizedTensor`: the answer is then that of the dequantised values. Each scale is [], [Hkv] or
     [Tk, Hkv] (paged: [pages, Hkv, page]), of any strides; none is optional. Scales are finite and not below 0; others
     leave the rows that they take part in undefined, and ``check=True`` refuses them. ``q`` may be e4m3 too, with
-    ``q_scale`` [], [Hq] or [T, Hq]; out is then bfloat16.
+    ``q_scale`` [], [Hq] or [T, Hq]; out is then bfloat16. Or both are `QuantizedTensor` of format "nvfp4" or "mxfp4",
+    with scales in linear layout, or on pages in interleaved layout, too; a NaN in a visible group makes its row NaN.
 
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
@@ -158,7 +159,8 @@ def by_reference(call: AttentionCall, out: Tensor, lse: Tensor, workspace: Tenso
     q, k, v = given.q, given.k, given.v
     if formats.is_quantised(k):
         # Computed in float32, and rounded once.
-        k, v = quant.dequantize(k, given.k_scale), quant.dequantize(v, given.v_scale)
+        k = scales.of_values(k, given.k_scale, given.k_global_scale)
+        v = scales.of_values(v, given.v_scale, given.v_global_scale)
         q = quant.dequantize(q, given.q_scale)
     # A schedule of the kernels is not the reference's: on their device it makes its own.
     schedule = None if made is None or call.device.type == "cuda" else made[:3]

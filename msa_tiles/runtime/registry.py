@@ -192,9 +192,12 @@ class Registry:
     def precision_of(self, storages: Mapping[str, str]) -> str:
         """The first precision whose tensors are stored like that, by role; else a text that says how they are.
 
+        A storage of several formats is said by the name of the format.
+
         Precisions that only multiply differently are all candidates of such a call.
         """
         names = {entry["storage"]: name for name, entry in self.formats.items() if entry["storage"] not in _AMBIGUOUS}
+        names |= {name: name for name in self.formats}
         formats = {r: s if r == "output" else names.get(s, f"unknown {s}") for r, s in storages.items()}
         for precision in self.precisions.values():
             if formats.items() <= precision.formats.items():

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "runtime": {"spec", "files", "names", "paths", "scoped", "sources", "tables", "errors", "trees", "trust"},
     "call": {"reference", "quant", "scoped"},
     "library": {"call", "scoped", "trees"},
-    "launch": {"call", "runtime", "spec", "trees"},
+    "launch": {"call", "quant", "runtime", "spec", "trees"},
     "ops": {"call", "library", "launch", "reference", "quant"},
     "nn": {"ops", "call"},
     "compat": {"ops", "quant"},
