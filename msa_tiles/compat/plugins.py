@@ -1,0 +1,42 @@
+"""What servers find through their entry points. Neither torch nor a server is imported before one calls.
+
+A plugin runs in every process of a server, more than once in some, and whatever goes wrong in it would stop the server:
+so it registers by name only, and tells the log instead of raising.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+VLLM_MODELS = (
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3MTP",
+)
+_OFF = ("0", "off", "false", "no")
+
+
+def vllm() -> None:
+    """`vllm.general_plugins`: let vLLM take its MiniMax-M3 models from `msa_tiles.compat.vllm.model`.
+
+    Nothing of it is imported before such a model is served. ``MSA_TILES_VLLM=0`` switches it off. Never raises.
+    """
+    log = logging.getLogger("vllm.msa_tiles")
+    try:
+        if switched_off("MSA_TILES_VLLM"):
+            log.info("msa_tiles leaves MiniMax M3 to vLLM: MSA_TILES_VLLM is 0")
+            return
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        known = ModelRegistry.models
+        for name in VLLM_MODELS:
+            if name in known:
+                ModelRegistry.register_model(name, f"msa_tiles.compat.vllm.model:{name}")
+    except Exception:
+        log.warning("msa_tiles leaves MiniMax M3 to vLLM: its plugin failed", exc_info=True)
+
+
+def switched_off(variable: str) -> bool:
+    """Whether the environment says no."""
+    return os.environ.get(variable, "").strip().lower() in _OFF

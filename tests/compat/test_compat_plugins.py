@@ -1,0 +1,84 @@
+"""The functions behind entry points: they register by name, import nothing heavy, and never raise."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from msa_tiles.compat import plugins
+
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+REGISTRY = "vllm.model_executor.models.registry"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What a vLLM that knows these models, and another one, is told."""
+    told = {}
+    known = dict.fromkeys([*plugins.VLLM_MODELS, "LlamaForCausalLM"], "vLLM's")
+    registry = ModuleType(REGISTRY)
+    registry.ModelRegistry = SimpleNamespace(models=known, register_model=told.__setitem__)
+    parts = REGISTRY.split(".")
+    for length in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1]))
+    monkeypatch.setitem(sys.modules, REGISTRY, registry)
+    monkeypatch.delenv("MSA_TILES_VLLM", raising=False)
+    return SimpleNamespace(told=told, known=known, registry=registry)
+
+
+def test_vllm_is_told_where_its_models_are(registered):
+    for _ in range(2):  # a process may load plugins again
+        plugins.vllm()
+    assert registered.told == {name: f"msa_tiles.compat.vllm.model:{name}" for name in plugins.VLLM_MODELS}
+    assert "msa_tiles.compat.vllm.model" not in sys.modules
+
+
+def test_a_vllm_without_these_models_is_left_alone(registered):
+    del registered.known["MiniMaxM3MTP"]
+    plugins.vllm()
+    assert set(registered.told) == {*plugins.VLLM_MODELS} - {"MiniMaxM3MTP"}
+
+
+@pytest.mark.parametrize("value", ["0", " off ", "False"])
+def test_vllm_can_be_left_alone(registered, monkeypatch, caplog, value):
+    monkeypatch.setenv("MSA_TILES_VLLM", value)
+    with caplog.at_level(logging.INFO, logger="vllm.msa_tiles"):
+        plugins.vllm()
+    assert not registered.told and "MSA_TILES_VLLM" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["1", "", "yes"])
+def test_other_values_change_nothing(registered, monkeypatch, value):
+    monkeypatch.setenv("MSA_TILES_VLLM", value)
+    plugins.vllm()
+    assert registered.told
+
+
+def test_a_plugin_never_raises(registered, monkeypatch, caplog):
+    def broken(name, where):
+        raise RuntimeError("another vLLM")
+
+    registered.registry.ModelRegistry.register_model = broken
+    plugins.vllm()
+    assert "another vLLM" in caplog.text
+    monkeypatch.setitem(sys.modules, REGISTRY, None)  # import raises ModuleNotFoundError
+    plugins.vllm()
+
+
+def test_entry_points_name_functions_that_are_there():
+    section = re.search(r'\[project\.entry-points\."vllm\.general_plugins"\]\n(.*?)\n\n', PROJECT.read_text(), re.S)
+    assert section and section[1] == 'msa_tiles = "msa_tiles.compat.plugins:vllm"'
+    assert callable(plugins.vllm)
+
+
+def test_a_plugin_imports_nothing_heavy():
+    code = "import sys; from msa_tiles.compat import plugins; plugins.vllm(); "
+    code += "print(*{'torch', 'tvm_ffi', 'numpy', 'msa_tiles.ops'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
