@@ -134,7 +134,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
     kind, compute = target.mma[row.mma], row.computes_in(precision)
     read = {role: stored for role, stored in precision.roles.items() if role in operator.roles}
     copies = itertools.chain.from_iterable(target.copy[engine] for engine in row.copy)
-    variants = operator.variants.of(precision)
+    variants = operator.variants.of(precision).only(row.only)
     plan = KernelPlan(
         cell=f"{operator.name}.{row.cell}",
         op=operator.name,
@@ -152,7 +152,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         tensor_memory_formula=row.tensor_memory,
         expected_opcodes=tuple(dict.fromkeys((*kind.elements[compute], *copies, *row.expect))),
         forbidden_opcodes=tuple(dict.fromkeys((*kind.forbid, *target.forbid))),
-        variants=frozen({name: operator.values(name) for name in variants.names}),
+        variants=frozen({name: row.only.get(name, operator.values(name)) for name in variants.names}),
         capacity=variants.capacity,
         ci=variants.ci_points(row.ci),
         features=row.features,

@@ -42,7 +42,7 @@ CI_POINTS = ("pairs", "values")
 _ROW_KEYS = ("mma", "tile")
 _OPTIONAL_ROW_KEYS = (
     *("compute", "operands", "threads", "shared_memory", "copy", "registers", "tensor_memory", "expect", "features"),
-    "ci",
+    *("ci", "only"),
 )
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
@@ -382,6 +382,30 @@ def _adjusted(node: Node, axes: Mapping[str, Mapping[str, Node]]) -> dict[str, d
         return mistakes.entries(read, node.entries())
 
 
+def _only(node: Node, variants: Variants | None, op: str) -> Mapping[str, tuple[int, ...]]:
+    """The values of compile-time dims that a row serves, the first of them the operator's first."""
+    if variants is None:
+        return frozen({})
+
+    def values(name: str, value: Node) -> tuple[int, ...]:
+        if name not in variants.exact:
+            raise value.error(
+                f"only names {name!r}, which is none of the exact dims of {op}: {', '.join(variants.exact)}"
+            )
+        served = list(dict.fromkeys(point[name] for point in variants.ci))
+        with Mistakes() as mistakes:
+            found = tuple(mistakes.each(Node.integer, value.items()))
+        if found[:1] != (served[0],) or not set(found) < set(served) or len(set(found)) < len(found):
+            raise value.error(
+                f"{name} {', '.join(map(str, found))}: wanted {served[0]} first, and then some but not all of "
+                f"{', '.join(map(str, served[1:]))}"
+            )
+        return found
+
+    with Mistakes() as mistakes:
+        return frozen(mistakes.entries(values, node.entries()))
+
+
 def _kernel(
     keys: dict[str, Node], tile: dict[str, Node], variants: Variants | None, features: Collection[str], op: str
 ) -> dict[str, Any]:
@@ -414,6 +438,7 @@ def _kernel(
             "expect": get("expect", read_opcodes, ()),
             "features": get("features", Node.strings, ()),
             "ci": get("ci", lambda value: value.string(CI_POINTS), CI_POINTS[0]),
+            "only": get("only", lambda value: _only(value, variants, op), frozen({})),
         }
         for key in ("threads", "shared_memory", "registers", "tensor_memory"):
             found[key] = get(key, lambda value: _expression(value, sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -212,6 +213,11 @@ class Variants:
                 return tuple(chosen)
             chosen.append(best)
 
+    def only(self, values: Mapping[str, tuple[int, ...]]) -> Variants:
+        """Those points of ``ci`` whose dims have one of these values."""
+        points = (point for point in self.ci if all(point.get(name) in values[name] for name in values))
+        return dataclasses.replace(self, ci=tuple(points))
+
     def of(self, precision: Precision) -> Variants:
         """What a cell of this precision is compiled for."""
         if not self.scaled or (precision.scale is not None and EACH_TOKEN in precision.scale.per):
@@ -262,6 +268,7 @@ class KernelRow:
     expect: tuple[str, ...]  # opcodes to find besides those of mma and copy
     features: tuple[str, ...]
     ci: str  # pairs | values: which points of the operator's `variants.ci` continuous integration compiles
+    only: Mapping[str, tuple[int, ...]]  # compile-time dim -> values that are served, where these are not all
     where: Location = field(compare=False)
     key_lines: Mapping[str, Location] = field(compare=False)
     derived: bool = False  # whether the row names no such target, but its mma or one that the target inherits from

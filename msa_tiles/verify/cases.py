@@ -54,7 +54,7 @@ def cases(cell: Cell, specs: Specs) -> list[Case]:
     """The cases of a cell, the small workloads first."""
     operator, precision = specs.operators[cell.op], specs.precisions[cell.precision]
     variants = operator.variants.of(precision)
-    points = variants.ci
+    points = [point for point in variants.ci if all(point[name] in cell.variants[name] for name in variants.names)]
     # The M3 shape, in all its kinds of scales.
     shape = [name for name in variants.names if name not in variants.scaled]
     m3 = [point for point in points if all(point[name] == points[0][name] for name in shape)]

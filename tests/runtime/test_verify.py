@@ -118,8 +118,8 @@ def test_points_ci_runs_every_declared_value(specs: spec.Specs) -> None:
     for operator in specs.operators.values():
         for precision in operator.tolerance:
             ran = [case.point for case in cases(cell_of(operator.name, precision), specs)]
-            for dim in operator.variants.of(specs.precisions[precision]).names:
-                assert {point[dim] for point in ran} == set(operator.values(dim)), (operator.name, precision, dim)
+            for dim, values in cell_of(operator.name, precision).variants.items():
+                assert {point[dim] for point in ran} == set(values), (operator.name, precision, dim)
 
 
 def planted(op: str, specs: spec.Specs, spoil) -> None:  # type: ignore[no-untyped-def]

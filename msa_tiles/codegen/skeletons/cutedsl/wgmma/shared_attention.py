@@ -217,6 +217,11 @@ class SharedAttention:
     behind the last shared block (values).
 
     # % endif
+    # % if precision.multiply == "float8_e4m3fn"
+    Where a head shares a scale, keys are multiplied as they are: decoders pass them on, and make two tiles of e4m3 of
+    Q, whose products with K add up to S.
+
+    # % endif
     The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
     free, so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM
     merges the other one multiplies.
@@ -615,7 +620,11 @@ class SharedAttention:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 self.keys.scale_rows(scales, shared.query_powers, member * WARP_ROWS + lane // 4)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
+                # % if precision.multiply != "float8_e4m3fn"
                 wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+                # % else
+                self.keys.score(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+                # % endif
                 stage, phase = following(stage, phase, STAGES)
             # Each warp's own stores: the stage is free once all have arrived.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -651,20 +660,31 @@ class SharedAttention:
         self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, lse: cute.Tensor, member: Int32, lane: Int32
     ):
         """What does not change from tile to tile."""
+        # % if precision.multiply != "float8_e4m3fn"
         score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        # % else
+        score = self.keys.product(self.block_size)
+        # % endif
         weigh = wgmma.product(self.values.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
+        # % if precision.multiply != "float8_e4m3fn"
         q_layout = self.rows.tiles_layout(1)
         queries = cute.recast_ptr(shared.queries.iterator, q_layout.inner, dtype=self.element)
+        # % endif
         thread = member * WARP + lane
         staging = cute.make_tiled_copy_C(stmatrix, weigh[0]).get_slice(thread)
         reading = cute.make_tiled_copy_C(ldmatrix, weigh[0]).get_slice(thread)
         return Tile(
             score,
             (weigh[1], weigh[1]),
+            # % if precision.multiply != "float8_e4m3fn"
             wgmma.operand_a(score, cute.make_tensor(queries, q_layout.outer))[None, None, None, 0],
             wgmma.operand_b(score, shared.keys),
+            # % else
+            self.keys.left_sides(score, shared.queries.iterator),
+            self.keys.stages_of(score, shared.keys, STAGES),
+            # % endif
             wgmma.operand_b(weigh, shared.values),
             wgmma.accumulator(score, self.block_size),
             cute.make_rmem_tensor(weigh[0].partition_shape_A((ROWS, self.block_size)), self.values.element),
@@ -779,7 +799,11 @@ class SharedAttention:
             warpgroup.wait_group(0)
         else:
             cute.arch.mbarrier_wait(shared.full + stage, phase)
+            # % if precision.multiply != "float8_e4m3fn"
             wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+            # % else
+            self.keys.score(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
+            # % endif
             stage, phase = following(stage, phase, STAGES)
             warpgroup.wait_group(1)
         arrive(shared.free + held)

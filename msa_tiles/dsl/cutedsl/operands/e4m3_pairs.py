@@ -1,0 +1,184 @@
+"""e4m3 keys and values for the query side of attention, whose keys are multiplied as they are stored.
+
+Queries of bfloat16 become pairs of e4m3 for it: what is nearest to a value, and what is nearest to the rest, 8
+significant bits together. S = Q K^T is the sum of two products of 8 bits, which take as long as one of 16. Values
+become float16, as e4m3 has them. Where tokens have scales this operand does not serve: they are part of a decoded key.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from msa_tiles.dsl.cutedsl import wgmma
+from msa_tiles.dsl.cutedsl.gradients import HIGH
+from msa_tiles.dsl.cutedsl.operands import e4m3
+from msa_tiles.dsl.cutedsl.operands.e4m3 import (
+    BIAS,
+    CHUNK,
+    MAGNITUDE,
+    MOST_POWER,
+    REPEAT,
+    UNIT,
+    byte_of,
+    column_of,
+    words_at,
+)
+from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP, declares
+
+TENSORS = ("", "_scale")
+PAIR = 2  # tiles of e4m3 that a tile of queries becomes
+LANES = WARP // REPEAT  # of a row, where a warp has eight of them
+LARGEST = 7  # the exponent of a row's largest value: 448 is the largest e4m3
+UNBOUNDED = 255  # the exponent of what is infinite or NaN
+
+
+@declares
+def ring_parts(stages, *, producer, decoder, readers, token_scales):
+    """As of e4m3: keys that nobody decodes pass the decoders all the same."""
+    return e4m3.ring_parts(stages, producer=producer, decoder=decoder, readers=readers, token_scales=token_scales)
+
+
+@declares
+def query_parts(rows, *, producer, decoder, readers, token_scales):
+    """As of e4m3: the decoder makes pairs of a tile of queries, in its place."""
+    return e4m3.query_parts(rows, producer=producer, decoder=decoder, readers=readers, token_scales=token_scales)
+
+
+@declares
+def in_ring(name, token_scales):
+    """The element of the ring's tiles."""
+    return e4m3.in_ring(name, token_scales)
+
+
+class InRing(e4m3.InRing):
+    """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands.
+
+    Bytes of keys stay where TMA put them, in the second half of their tile.
+    """
+
+    def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):
+        if token_scales:
+            raise ValueError(
+                "token_scales is 1, and keys with a scale each are decoded; wanted a row of token_scales 0 only"
+            )
+        super().__init__(name, table, head_dim, block_size, pages_per_block, token_scales=token_scales)
+
+    @cute.jit
+    def decode_tile(self, tile: cute.Pointer, lane: Int32, member: Int32, members: cutlass.Constexpr, meeting: Int32):
+        """Values become float16; keys need nothing."""
+        if cutlass.const_expr(self.name == "v"):
+            e4m3.InRing.decode_tile(self, tile, lane, member, members, meeting)
+
+    def product(self, columns):
+        """The multiplications of S = Q K^T (wgmma.product)."""
+        return wgmma.product(self.stored_element, columns, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+
+    def bytes_layout(self, rows):
+        """Rows of bytes in shared memory as wgmma takes them: [rows, head_dim]."""
+        kind = "K_SW128" if self.head_dim == 128 else "K_SW64"
+        atom = warpgroup.make_smem_layout_atom(getattr(warpgroup.SmemLayoutAtomKind, kind), self.stored_element)
+        return cute.tile_to_shape(atom, (rows, self.head_dim), order=(0, 1))
+
+    def stages_of(self, score, tiles, stages):
+        """The keys of a ring of tiles as right sides of S: [mma, n, k, stage]."""
+        of_block = self.bytes_layout(self.block_size)
+        apart = cute.make_layout(stages, stride=2 * self.block_size * self.head_dim)
+        start = cute.recast_ptr(self.raw_of(tiles.iterator), of_block.inner, dtype=self.stored_element)
+        return wgmma.operand_b(score, cute.make_tensor(start, cute.append(of_block.outer, apart)))
+
+    def left_sides(self, score, queries):
+        """A tile of queries as the left sides whose products make up S."""
+        of_pair = self.pairs_layout()
+        start = cute.recast_ptr(queries, of_pair.inner, dtype=self.stored_element)
+        both = wgmma.operand_a(score, cute.make_tensor(start, of_pair.outer))
+        return tuple(both[None, None, None, part] for part in range(PAIR))
+
+    def pairs_layout(self):
+        """A tile of queries as e4m3, [ROWS, head_dim, PAIR]: of eight rows the nearest values, then the rests."""
+        eight = self.bytes_layout(REPEAT)
+        return cute.tile_to_shape(eight, (ROWS, self.head_dim, PAIR), order=(2, 0, 1))
+
+    @cute.jit
+    def score(self, product: tuple, into: cute.Tensor, left: tuple, right: cute.Tensor):
+        """Start S = the sum of the left sides x right, and close the group."""
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(len(left)):
+            for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
+                mma = product[0] if cutlass.const_expr(part + step == 0) else product[1]
+                cute.gemm(mma, into, left[part][None, None, step], right[None, None, step], into)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def decode_queries(
+        self, tile: cute.Pointer, powers, landed: cute.Pointer, phase: Int32, lane: Int32, member: Int32,
+        members: cutlass.Constexpr,
+    ):  # fmt: skip
+        """One of the `members` decoding warps: rows of bfloat16 -> pairs of e4m3 in their place.
+
+        Eight rows at a time, whose 16 bits lie beside each other and become twice eight bits there. A power of two
+        brings the largest of a row to between 2**7 and 2**8, and its exponent goes to `powers`. Rows that hold
+        something infinite or NaN become NaN there and 0 elsewhere.
+        """
+        cute.arch.mbarrier_wait(landed, phase)
+        units = self.head_dim // (UNIT * LANES)  # of 8 values, of a lane
+        quarter, of_eight = lane % LANES, lane // LANES
+        for eight in cutlass.range(member, ROWS // REPEAT, members, unroll=1):
+            row = REPEAT * eight + of_eight
+            words = cute.make_rmem_tensor(units * UNIT // 2, Int32)
+            largest = Int32(0)
+            for unit in cutlass.range_constexpr(units):
+                read = words_at(tile + column_of(row, quarter * units + unit, self.head_dim), UNIT // 2)
+                for i in cutlass.range_constexpr(UNIT // 2):
+                    words[unit * (UNIT // 2) + i] = read[i]
+                    largest = cutlass.max(largest, read[i] & MAGNITUDE)
+                    largest = cutlass.max(largest, (read[i] >> 16) & MAGNITUDE)
+            for level in cutlass.range_constexpr(2):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
+            exponent = largest >> 7
+            power = Int32(cutlass.min(2 * BIAS + LARGEST - exponent, MOST_POWER))
+            factor = (power << 23).bitcast(Float32)
+            if exponent == UNBOUNDED:
+                factor = Float32(0.0)  # infinity times it is NaN
+            start = e4m3_at(tile, 2 * REPEAT * self.head_dim * eight)
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(units * UNIT // CHUNK):
+                nearest = cute.make_rmem_tensor(CHUNK // 4, Int32)
+                rest = cute.make_rmem_tensor(CHUNK // 4, Int32)
+                for i in cutlass.range_constexpr(CHUNK // 4):
+                    of_four = [words[chunk * (CHUNK // 2) + 2 * i + half] for half in range(2)]
+                    nearest[i], rest[i] = split(of_four, factor)
+                place = byte_of(of_eight, quarter * (units * UNIT // CHUNK) + chunk, self.head_dim)
+                for part, held in enumerate((nearest, rest)):
+                    target = e4m3_at(start, part * REPEAT * self.head_dim + place)
+                    words_of = cute.make_ptr(Int32, target.toint(), target.memspace, assumed_align=CHUNK)
+                    cute.autovec_copy(held, cute.make_tensor(words_of, cute.make_layout(CHUNK // 4)))
+            if quarter == 0:
+                powers[row] = cutlass.Uint8(power)
+            cute.arch.sync_warp()
+        cute.arch.fence_view_async_shared()
+
+
+def e4m3_at(start, count):
+    """The byte `count` behind a pointer."""
+    return cute.make_ptr(cutlass.Float8E4M3FN, start.toint() + count, start.memspace, assumed_align=CHUNK)
+
+
+def split(words, factor):
+    """Two words of two bfloat16, times a factor -> a word of the four e4m3 that are nearest, and one of the rests'."""
+    values = []
+    for word in words:
+        values += [(word << 16).bitcast(Float32) * factor, (word & HIGH).bitcast(Float32) * factor]
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 near_low, near_high, low, high, a, b, c, d; .reg .b32 first, second; .reg .f32 e, f, g, h; "
+        "cvt.rn.satfinite.e4m3x2.f32 near_low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 near_high, {$r3}, {$r2}; "
+        "cvt.rn.f16x2.e4m3x2 first, near_low; cvt.rn.f16x2.e4m3x2 second, near_high; "
+        "mov.b32 {a, b}, first; mov.b32 {c, d}, second; "
+        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 h, d; "
+        "sub.f32 e, {$r0}, e; sub.f32 f, {$r1}, f; sub.f32 g, {$r2}, g; sub.f32 h, {$r3}, h; "
+        "cvt.rn.satfinite.e4m3x2.f32 low, f, e; cvt.rn.satfinite.e4m3x2.f32 high, h, g; "
+        "mov.b32 {$w0}, {near_low, near_high}; mov.b32 {$w1}, {low, high}; }",
+        write_only_types=[Int32, Int32],
+        read_only_args=values,
+    )
