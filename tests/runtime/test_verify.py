@@ -17,7 +17,7 @@ from msa_tiles.commands import verify as verify_command
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
-from msa_tiles.runtime.registry import Cell
+from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.verify import compare, inputs, operators, quantised, runner
 from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 
@@ -45,7 +45,7 @@ def cell_of(op: str, precision: str = "bf16") -> Cell:
         arch="sm_90a",
         file=Path("absent.py"),
         digest="0123456789abcdef",
-        variants={},
+        variants=default_registry().select(op=op, precision=precision)[0].variants,
         capacity=frozenset(),
         features=frozenset(),
         entry={},

@@ -112,6 +112,15 @@ MISTAKES = {
         (SELECT, "precisions: [bf16]", "precisions: [q16kv8]", 0, "q16kv8 has no index_key, which select_blocks reads"),
     "no target at all": (TOPK, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),
     "precision twice": (ATTENTION, "precisions: [bf16]", "precisions: [bf16, bf16]", 0, "lists 'bf16' twice"),
+    "only of a dim that is none":
+        (ATTENTION, "    mma: wgmma", "    only: {width: [1]}\n    mma: wgmma", 0,
+         "only names 'width', which is none of the exact dims of sparse_attention: head_dim, "),
+    "only without the first value":
+        (ATTENTION, "    mma: wgmma", "    only: {head_dim: [64]}\n    mma: wgmma", 0,
+         "head_dim 64: wanted 128 first, and then some but not all of 64"),
+    "only of all values":
+        (ATTENTION, "    mma: wgmma", "    only: {head_dim: [128, 64]}\n    mma: wgmma", 0,
+         "head_dim 128, 64: wanted 128 first, and then some but not all of 64"),
     "adjustment of no cell":
         (ATTENTION, "    mma: wgmma", "    adjust: {sm100: {threads: '128'}}\n    mma: wgmma", 0,
          "adjust names 'sm100', which is neither a target nor a precision of the row"),
