@@ -48,6 +48,9 @@ buffers.
             decode_queries, pass_queries_on
   scale_rows           of an accumulator's two rows the scale of the softmax, as decoded queries want it
   boxes     where TMA writes; load_scales beside it, and skip_scales for a stage that holds something else
+Of a precision that multiplies keys as they are stored, it also makes S = Q K^T, of which other kernels know how:
+  product, left_sides, stages_of   the multiplications, the tile of queries and the ring's stages as they take them
+  score     starts the product with a stage
 
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries
