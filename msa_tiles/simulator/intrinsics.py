@@ -1,4 +1,4 @@
-"""Intrinsics that yield a value: mathematics, bits, shuffles, atomics and 128-bit loads."""
+"""Intrinsics that yield a value: mathematics, bits, shuffles, atomics and wide loads."""
 
 from __future__ import annotations
 
@@ -164,13 +164,15 @@ def _atomic_add(compiler: Expressions, node: Any) -> Closure:
     return add
 
 
-def raw_pointer(compiler: Expressions, node: Any, dtype: Any) -> Callable[[Frame], tuple[GlobalMemory, Any]]:
-    """The tensor and the element offset of `tvm_access_ptr(type, data, offset, extent, mode)`, checked for 16 bytes."""
+def raw_pointer(
+    compiler: Expressions, node: Any, dtype: Any, width: int = VECTOR_BYTES
+) -> Callable[[Frame], tuple[GlobalMemory, Any]]:
+    """The tensor and the element offset of `tvm_access_ptr(type, data, offset, extent, mode)`, aligned."""
     if node.op.name != "tirx.tvm_access_ptr":
         raise UnsupportedError(f"pointer {node}")
     found = [info for buffer, info in compiler.program.buffers.items() if buffer.data.same_as(node.args[1])]
     if len(found) != 1 or found[0].scope != "global" or found[0].dtype != numpy_type(node.args[0].dtype):
-        raise UnsupportedError(f"128-bit access through {node}: wanted a tensor argument")
+        raise UnsupportedError(f"{8 * width}-bit access through {node}: wanted a tensor argument")
     offset, key, name = compiler(node.args[2]), found[0].key, found[0].name
 
     def resolve(f: Frame) -> tuple[GlobalMemory, Any]:
@@ -179,11 +181,11 @@ def raw_pointer(compiler: Expressions, node: Any, dtype: Any) -> Callable[[Frame
         memory.reach(f)
         at = offset(f)
         address = memory.address + np.asarray(at, np.int64) * memory.dtype.itemsize
-        wrong = address % VECTOR_BYTES != 0
+        wrong = address % width != 0
         if f.mask is not None:
             wrong = wrong & f.mask
         if np.any(wrong):
-            raise OutOfBoundsError(f"{name}: a 128-bit access at a misaligned address")
+            raise OutOfBoundsError(f"{name}: a {8 * width}-bit access at a misaligned address")
         return memory, at
 
     return resolve
@@ -212,23 +214,23 @@ def _load_128(compiler: Expressions, node: Any) -> Closure:
     return load
 
 
-def store_128(compiler: Expressions, node: Any) -> Closure:
-    """T.stg128."""
+def store_wide(compiler: Expressions, node: Any, width: int) -> Closure:
+    """T.stg64 and T.stg128: `width` bytes."""
     if len(node.args) != 2 or compiler.inner is not None:
-        raise UnsupportedError(f"predicated 128-bit store, or one in a parallel loop: {node}")
+        raise UnsupportedError(f"predicated {8 * width}-bit store, or one in a parallel loop: {node}")
     word, lanes = vector_type(node.args[1].dtype)
-    resolve, value = raw_pointer(compiler, node.args[0], word), compiler(node.args[1])
+    resolve, value = raw_pointer(compiler, node.args[0], word, width), compiler(node.args[1])
 
     def store(f: Frame) -> None:
         memory, at = resolve(f)
-        elements = VECTOR_BYTES // memory.dtype.itemsize
+        elements = width // memory.dtype.itemsize
         columns = active_lanes(f, [at, *value(f)])
         words = np.stack([column.astype(word, copy=False) for column in columns[1:]], 1)
         memory.array[memory.places(columns[0].astype(np.int64)[:, None] + np.arange(elements))] = words.view(
             memory.dtype
         )
 
-    assert lanes * word.itemsize == VECTOR_BYTES
+    assert lanes * word.itemsize == width
     return store
 
 

@@ -233,8 +233,8 @@ def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
     return run, False, True
 
 
-def _store_128(compiler: Expressions, node: Any) -> Built:
-    return intrinsics.store_128(compiler, node), False, False
+def _store_wide(width: int) -> Callable[[Expressions, Any], Built]:
+    return lambda compiler, node: (intrinsics.store_wide(compiler, node, width), False, False)
 
 
 def build(compiler: Expressions, node: Any) -> Built | None:
@@ -266,7 +266,8 @@ _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.sync_warp": _sync_warp,
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
-    "tl.stg128": _store_128,
+    "tl.stg64": _store_wide(8),
+    "tl.stg128": _store_wide(16),
     "tl.pdl_sync": _pdl_sync,
     "tl.pdl_trigger": _pdl_trigger,
 }
