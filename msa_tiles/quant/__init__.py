@@ -1,7 +1,7 @@
 """Quantised tensors and their quantisers, in plain torch, on any device."""
 
 from msa_tiles.quant.fp4 import quantize_mxfp4, quantize_nvfp4
-from msa_tiles.quant.fp8 import FP8, quantize_fp8
+from msa_tiles.quant.fp8 import FP8, quantize_fp8, round_fp8, scale_of
 from msa_tiles.quant.pages import (
     Pages,
     quantize_index_pages,
@@ -24,6 +24,8 @@ __all__ = [
     "quantize_mxfp4",
     "quantize_nvfp4",
     "quantize_pages",
+    "round_fp8",
+    "scale_of",
     "scale_per",
     "sglang_index_pages",
     "sglang_pages",

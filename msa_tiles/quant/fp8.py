@@ -9,14 +9,15 @@ from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # e4m3's largest number
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # of what a scale is made: a quotient by it is exact to 24 bits
 
 
 def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
     """Round to e4m3 (to nearest even) so that the largest magnitude of each scale's values becomes e4m3's largest.
 
     ``per`` is "tensor"; "head", for [T, H, D] or [pages, H, page, D]; or "token_head", one scale for each row along D:
-    [T, H] of queries [T, H, D], [Tk] of index keys [Tk, D]. Values must be finite; NaN stays NaN. Where all are 0 the
-    scale is 1.
+    [T, H] of queries [T, H, D], [Tk] of index keys [Tk, D]. Values must be finite; NaN stays NaN. Where all are 0, or
+    so small that their scale would be no normal float32 number (below 2**-117), the scale is 1.
     """
     if per not in PER:
         raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
@@ -29,9 +30,19 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
     reduced = tuple(dim for dim in range(tensor.dim()) if dim not in kept)
     shape = [tensor.shape[dim] for dim in kept]
     if tensor.numel():
-        largest = values.abs().nan_to_num(nan=0.0).amax(reduced)
-        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scale = scale_of(values.abs().nan_to_num(nan=0.0).amax(reduced))
     else:
         scale = torch.ones(shape, dtype=torch.float32, device=tensor.device)
     spread = scale.view([size if dim in kept else 1 for dim, size in enumerate(tensor.shape)])
-    return QuantizedTensor((values / spread).clamp(-LARGEST, LARGEST).to(FP8), scale)
+    return QuantizedTensor(round_fp8(values / spread), scale)
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The scales, float32, by which values of these largest magnitudes become e4m3; 1 where there is none."""
+    scale = largest / LARGEST
+    return torch.where(scale >= LEAST_SCALE, scale, 1.0)
+
+
+def round_fp8(values: Tensor) -> Tensor:
+    """float32 values -> e4m3, to nearest even; what is larger becomes the largest number, NaN stays NaN."""
+    return values.clamp(-LARGEST, LARGEST).to(FP8)
