@@ -168,6 +168,11 @@ def destination(
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
     same_device(name, value, like, like_name)
     unit_last_stride(name, value)
+    return written(name, value)
+
+
+def written(name: str, value: Tensor) -> Tensor:
+    """A tensor that a call writes into: past autograd, and no element twice."""
     if value.requires_grad and torch.is_grad_enabled():
         refuse(name, "a tensor that requires grad", "a buffer: results are written into it, past autograd")
     if not _holds_once(value):

@@ -32,6 +32,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return False
     if first + _span(one) <= last or last + _span(other) <= first:
         return False
+    if one.stride() == other.stride() and one.dtype == other.dtype:
+        steps = [step for step in zip(one.stride(), one.shape, other.shape, strict=True) if max(step[1:]) > 1]
+        return _meet((last - first) // one.element_size(), sorted(steps, reverse=True))
     pitches = (_pitch(one), _pitch(other))
     if pitches[0] != pitches[1] or not pitches[0]:
         return True
@@ -39,6 +42,25 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     pitch = pitches[0]
     offset = (last - first) % pitch
     return not (_row(one) <= offset and offset + _row(other) <= pitch)
+
+
+def _meet(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether elements of two tensors are the same, which begin at a distance.
+
+    ``steps`` are stride, size and the other's size of each dimension, the largest stride first. Where every stride
+    passes over what the smaller ones reach, each says of its index that it is one of two; elsewhere the answer may be
+    that they meet where they do not.
+    """
+    if not steps:
+        return distance == 0
+    (stride, size, other_size), *smaller = steps
+    reach = sum((max(sizes) - 1) * step for step, *sizes in smaller)
+    if stride <= reach or stride == 0:
+        return abs(distance) <= reach + (max(size, other_size) - 1) * stride
+    nearest = distance // stride
+    return any(
+        -other_size < index < size and _meet(distance - index * stride, smaller) for index in (nearest, nearest + 1)
+    )
 
 
 def _span(value: Tensor) -> int:

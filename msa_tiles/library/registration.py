@@ -1,4 +1,7 @@
-"""Registration with torch.library: every operator is a functional one and a mutating twin for the caller's buffers."""
+"""Registration with torch.library: every operator is a functional one and a mutating twin for the caller's buffers.
+
+One that only ever writes into the caller's tensors has the twin alone.
+"""
 
 from __future__ import annotations
 
@@ -131,9 +134,64 @@ def define(
     overwrite.
     """
     layout = Layout(kind)
+    write = _writer(reference, kernels, len(outputs), scratch)
+
+    def fake(*arguments: Any) -> Any:
+        results = allocate(layout.unflatten(arguments))
+        return results if len(results) > 1 else results[0]
+
+    def compute(*arguments: Any) -> Any:
+        call = layout.unflatten(arguments)
+        results = allocate(call)
+        write(call, *results)
+        return results if len(results) > 1 else results[0]
+
+    returns = ", ".join(["Tensor"] * len(outputs))
+    functional = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
+    )
+    functional.register_fake(fake)
+
+    written_to = [f"Tensor({chr(ord('a') + index)}!) {output}" for index, output in enumerate(outputs)]
+    if scratch is not None:
+        written_to.append(f"Tensor(z!)? {scratch}")
+    buffers = (*outputs, scratch) if scratch is not None else tuple(outputs)
+    mutating = _mutating(f"{name}_out", layout, buffers, written_to, write)
+    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, buffers, functional, mutating)
+
+
+def define_in_place(
+    name: str,
+    kind: type[Call],
+    buffers: tuple[str, ...],
+    *,
+    optional: tuple[str, ...] = (),
+    reference: Callable[..., None],
+    kernels: Callable[..., None],
+) -> Operator[Call]:
+    """Register ``msa_tiles::<name>``, which returns nothing and writes parts of these buffers of the caller.
+
+    The ``optional`` ones may be None. `Operator.functional` is not there.
+    """
+    layout = Layout(kind)
+    write = _writer(reference, kernels, len(buffers), None)
+    marks = ("?" if buffer in optional else "" for buffer in buffers)
+    written_to = [f"Tensor({chr(ord('a') + i)}!){mark} {buffers[i]}" for i, mark in enumerate(marks)]
+    mutating = _mutating(name, layout, buffers, written_to, write)
+    return Operator(f"{NAMESPACE}::{name}", layout, _nothing, write, buffers, None, mutating)
+
+
+def _nothing(call: Any) -> tuple[Tensor, ...]:
+    raise TypeError(f"{type(call).__name__} is of an operator that writes into the caller's tensors alone")
+
+
+def _writer(
+    reference: Callable[..., None], kernels: Callable[..., None], outputs: int, scratch: str | None
+) -> Callable[..., None]:
+    """What fills the results of a call where it runs: on the reference or on kernels."""
 
     def write(call: Any, *results: Tensor | None) -> None:
-        if scratch is not None and len(results) > len(outputs) and (given := results[-1]) is not None:
+        if scratch is not None and len(results) > outputs and (given := results[-1]) is not None:
             check_alignment(scratch, given)
         fill = kernels
         if backends.runs_reference(call.backend, call.device):
@@ -148,15 +206,13 @@ def define(
         else:
             fill(call, *results)
 
-    def fake(*arguments: Any) -> Any:
-        results = allocate(layout.unflatten(arguments))
-        return results if len(results) > 1 else results[0]
+    return write
 
-    def compute(*arguments: Any) -> Any:
-        call = layout.unflatten(arguments)
-        results = allocate(call)
-        write(call, *results)
-        return results if len(results) > 1 else results[0]
+
+def _mutating(
+    name: str, layout: Layout[Any], buffers: tuple[str, ...], written_to: Sequence[str], write: Callable[..., None]
+) -> Any:
+    """The registered operator that writes into the caller's buffers."""
 
     def overwrite(*arguments: Any) -> None:
         size = len(layout.fields)
@@ -165,21 +221,11 @@ def define(
     def fake_overwrite(*arguments: Any) -> None:
         return None
 
-    returns = ", ".join(["Tensor"] * len(outputs))
-    functional = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
-    )
-    functional.register_fake(fake)
-
-    mutated = [f"Tensor({chr(ord('a') + index)}!) {output}" for index, output in enumerate(outputs)]
-    if scratch is not None:
-        mutated.append(f"Tensor(z!)? {scratch}")
-    buffers = (*outputs, scratch) if scratch is not None else tuple(outputs)
     mutating = torch.library.custom_op(
-        f"{NAMESPACE}::{name}_out",
+        f"{NAMESPACE}::{name}",
         overwrite,
         mutates_args=buffers,
-        schema=f"({layout.schema}, {', '.join(mutated)}) -> ()",
+        schema=f"({layout.schema}, {', '.join(written_to)}) -> ()",
     )
     mutating.register_fake(fake_overwrite)
-    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, buffers, functional, mutating)
+    return mutating
