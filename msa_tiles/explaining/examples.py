@@ -54,6 +54,9 @@ def call_of(
     def ids() -> Tensor:
         return _meta(kv_heads, total, d["topk"], dtype=torch.int32)
 
+    def cache(role: str, *heads: int) -> Any:
+        return stored(role, role, -(-total // block), *heads, block, d["head_dim"], per_token=per_token)
+
     made = {
         "q": lambda: stored("key_value", "query", total, heads, d["head_dim"]),
         "k": lambda: stored("key_value", "key_value", *rows, d["head_dim"], per_token=per_token),
@@ -68,7 +71,16 @@ def call_of(
         "partial_out": lambda: _meta(d["splits"], total, heads, d["head_dim"], dtype=torch.bfloat16),
         "partial_lse": lambda: _float(d["splits"], total, heads),
         "topk": lambda: d["topk"],
+        "slot_mapping": lambda: _meta(total, dtype=torch.int64),
+        "k_cache": lambda: cache("key_value", kv_heads),
+        "v_cache": lambda: cache("key_value", kv_heads),
+        "cache": lambda: cache("index_key"),
     }
+    if "slot_mapping" in inspect.signature(getattr(ops, op)).parameters:
+        # What is written is not quantised yet.
+        element = torch.float32 if d.get("float32_rows") else torch.bfloat16
+        made |= {name: lambda: _meta(total, kv_heads, d["head_dim"], dtype=element) for name in ("k", "v")}
+        made["idx_k"] = lambda: _meta(total, index_dim, dtype=element)
     parameters = inspect.signature(getattr(ops, op)).parameters
     call = {name: made[name]() for name, parameter in parameters.items() if parameter.default is parameter.empty}
     further: dict[str, Any] = {"block_size": block, "num_kv_heads": kv_heads, "max_seqlen_q": queries}

@@ -26,6 +26,8 @@ them, and of another elsewhere. ``cutedsl`` needs the extra of that name. Wrong 
 """
 
 from msa_tiles.call.schedule import Schedule
+from msa_tiles.ops.append_index import append_index
+from msa_tiles.ops.append_kv import append_kv
 from msa_tiles.ops.build_schedule import build_schedule
 from msa_tiles.ops.combine import combine
 from msa_tiles.ops.decode_score import decode_score
@@ -43,6 +45,8 @@ from msa_tiles.ops.topk_select import topk_select
 
 __all__ = [
     "Schedule",
+    "append_index",
+    "append_kv",
     "build_schedule",
     "combine",
     "decode_score",

@@ -9,6 +9,7 @@ threads would wait for each other in every one (`reference.threads`).
 from msa_tiles.reference import plain
 from msa_tiles.reference.attention import combine, dense_attention, sparse_attention
 from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
+from msa_tiles.reference.caches import append_index, append_kv, append_rows
 from msa_tiles.reference.gradient_parts import gradient_rows, merge_gradients
 from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.index_parts import index_gradients, index_lse
@@ -18,6 +19,9 @@ from msa_tiles.reference.schedule import build_schedule
 from msa_tiles.reference.selection import topk_select
 
 __all__ = [
+    "append_index",
+    "append_kv",
+    "append_rows",
     "build_schedule",
     "combine",
     "dense_attention",

@@ -17,7 +17,7 @@ from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
 from msa_tiles.ops.build_schedule import build_on
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import compare, gradient_parts, index_parts, schedules, training
+from msa_tiles.verify import caches, compare, gradient_parts, index_parts, schedules, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -452,6 +452,7 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "build_schedule": BuildSchedule,
     "split_selection": SplitSelection,
     "shared_attention": SharedAttention,
+    **caches.CHECKS,
     **gradient_parts.CHECKS,
     **index_parts.CHECKS,
     **training.CHECKS,

@@ -24,6 +24,8 @@ BENCHES = {
     "sparse_attention_backward": "train_32k_s",
     "index_kl": "train_32k_s",
     "msa_attention": "train_32k",
+    "append_kv": "prefill_8k",
+    "append_index": "prefill_8k",
 }
 # Of several operators; each makes its case out of theirs.
 WHOLE = ("prefill", "msa_attention")

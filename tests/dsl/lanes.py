@@ -92,6 +92,9 @@ class Float32(float):
     def __neg__(self) -> Float32:
         return Float32(-float(self))
 
+    def __truediv__(self, other: float) -> Float32:
+        return Float32(float(self) / float(other))
+
 
 Float32.inf = Float32(math.inf)  # type: ignore[attr-defined]
 Float32.nan = Float32(math.nan)  # type: ignore[attr-defined]

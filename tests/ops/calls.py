@@ -92,9 +92,10 @@ def paged(op: str) -> dict[str, Any]:
 
 # Operators that only training calls have tests of their own.
 TRAINING = ["dense_attention", "index_kl", "msa_attention", "sparse_attention_backward"]
-OPERATORS = {
-    name: getattr(ops, name) for name in ops.__all__ if name not in ("Schedule", "decode_workspace_bytes", *TRAINING)
-}
+# Those that write into the caller's caches alone, too.
+IN_PLACE = ["append_index", "append_kv"]
+_OTHERS = ("Schedule", "decode_workspace_bytes", *TRAINING, *IN_PLACE)
+OPERATORS = {name: getattr(ops, name) for name in ops.__all__ if name not in _OTHERS}
 EVERY_OPERATOR = sorted(OPERATORS)
 # Operators of one contract each.
 SCORERS = ["index_score", "decode_score"]

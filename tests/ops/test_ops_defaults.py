@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,27 @@ def fp8(op: str) -> dict[str, Any]:
 
 
 CALLS["select_blocks, FP8"] = ops.select_blocks, fp8("select_blocks")
+
+
+def appended(op: str, **given: Any) -> dict[str, Any]:
+    """What an operator that writes into caches leaves in them."""
+    getattr(ops, op)(**given)
+    return {name: given[name] for name in given if "cache" in name or "scale" in name}
+
+
+CALLS["append_kv"] = (
+    functools.partial(appended, "append_kv"),
+    {
+        **{name: torch.ones(3, 2, 16) for name in ("k", "v")},
+        **{name: torch.zeros(2, 2, 4, 16).to(quant.FP8) for name in ("k_cache", "v_cache")},
+        **{name: torch.zeros(2, 2, 4) for name in ("k_scale", "v_scale")},
+        "slot_mapping": torch.tensor([0, 5, -1]),
+    },
+)
+CALLS["append_index"] = functools.partial(appended, "append_index"), {
+    "idx_k": torch.ones(3, 16), "cache": torch.zeros(2, 4, 16).to(quant.FP8),
+    "slot_mapping": torch.tensor([0, 5, -1]), "scale": torch.tensor(0.3),
+}  # fmt: skip
 
 
 def source() -> Source:

@@ -45,10 +45,16 @@ def prefill(queries: int = 4096, keys: int = 4096) -> dict[str, Any]:
         "partial_out": meta(4, queries, HEADS, DIM),
         "partial_lse": meta(4, queries, HEADS, dtype=torch.float32),
         "topk": TOPK,
+        "k_cache": meta(keys // BLOCK, KV_HEADS, BLOCK, DIM),
+        "v_cache": meta(keys // BLOCK, KV_HEADS, BLOCK, DIM),
+        "cache": meta(keys // BLOCK, BLOCK, DIM),
+        "slot_mapping": meta(keys, dtype=torch.int64),
     }
 
 
 NEEDED: dict[str, tuple[str, ...]] = {
+    "append_index": ("idx_k", "cache", "slot_mapping"),
+    "append_kv": ("k", "v", "k_cache", "v_cache", "slot_mapping"),
     "build_schedule": ("block_indices",),
     "combine": ("partial_out", "partial_lse"),
     "decode_score": ("idx_q", "idx_k"),

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import simulated_caches
 import simulated_calls
 import simulated_hybrid
 import simulated_kl
@@ -29,6 +30,7 @@ TIED = "ties behind block 8192"  # ids of 14 bits
 SMALL = {"head_dim": 64, "block_size": 64, "group": 8}
 # With two KV heads, an offset that is wrong from the third on would be right.
 HEADS = {**SMALL, "heads": 3, "topk": 2}
+PAGES = {"num_pages": 5, "page_size": 13}
 
 
 # By operator and name: requests and other facts of the call, then the arguments of the function in `simulated_calls`.
@@ -668,6 +670,40 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "group": 1, "topk": 19, "num_tasks": 5, "heads": 3},
         ),
     },
+    **{
+        f"append_kv{precision}": {
+            "three heads": (
+                {"sequences": [(23, 23)], "seed": 1, "strided": True},
+                {"head_dim": 128, "float32_rows": 0, **scales[0], **PAGES, "num_kv_heads": 3},
+            ),
+            "float32": (
+                {"sequences": [(19, 19)], "seed": 2},
+                {"head_dim": 64, "float32_rows": 1, **scales[1], **PAGES, "num_kv_heads": 2},
+            ),
+            "slots alone": (
+                {"sequences": [(40, 40)], "seed": 3, "late": False},
+                {"head_dim": 64, "float32_rows": 0, **scales[1], "num_pages": 70, "page_size": 1, "num_kv_heads": 1},
+            ),
+        }
+        for precision, scales in (("", ({}, {})), ("_q16kv8", ({"token_scales": 0}, {"token_scales": 1})))
+    },
+    **{
+        f"append_index{precision}": {
+            "pages": (
+                {"sequences": [(37, 37)], "seed": 4, "strided": True},
+                {"head_dim": 128, "float32_rows": 1, **scales[0], **PAGES},
+            ),
+            "a number": (
+                {"sequences": [(50, 50)], "seed": 5},
+                {"head_dim": 64, "float32_rows": 0, **scales[0], **PAGES},
+            ),
+            "slots alone": (
+                {"sequences": [(40, 40)], "seed": 6},
+                {"head_dim": 128, "float32_rows": 0, **scales[1], "num_pages": 70, "page_size": 1},
+            ),
+        }
+        for precision, scales in (("", ({}, {})), ("_q8k8", ({"token_scales": 0}, {"token_scales": 1})))
+    },
     "combine": {
         "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),
         "many splits": (
@@ -679,7 +715,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-MODULES = (simulated_calls, simulated_hybrid, simulated_training, simulated_kl)
+MODULES = (simulated_caches, simulated_calls, simulated_hybrid, simulated_training, simulated_kl)
 CELLS = default_registry().select(dsl="tilelang")
 
 

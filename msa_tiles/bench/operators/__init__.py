@@ -5,6 +5,7 @@ from __future__ import annotations
 from msa_tiles.bench.harness import Benchmark
 from msa_tiles.bench.operators import (
     build_schedule,
+    caches,
     combine,
     decode,
     decode_parts,
@@ -29,6 +30,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *decode_parts.BENCHMARKS,
         decode.BENCHMARK,
         *training.BENCHMARKS,
+        *caches.BENCHMARKS,
     )
 }
 """By operator, in the order of tables."""

@@ -65,6 +65,13 @@ Index keys have a contract of their own, and modules `index_<format>` that a row
     row_factor(stored, scales, token, head)   what all products of a query are multiplied by, or None; `scales` are the
                             module's `Scales`, or None
 
+Caches that rows are written into have modules `append_<format>`, which a row names likewise.
+  Cache(head_dim, **scales)
+    arguments(pages, heads, page), stored(*tensors)   as above
+    scale_of(values, stored, head, use_scale)   the scale of a row, whose lanes have VECTOR values each, or None; all
+                            threads of a warp call it
+    write(values, scale, stored, page, head, place, lane)   those values, and what belongs beside the row
+
 Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
 be anything, so that the caller chooses before it adds.
 

@@ -31,6 +31,14 @@ Macros, whose first argument is an operand:
   weigh(…)                               the readers: multiply column j of registers by the scale of row j of the tile,
                                          if `fill` has not multiplied the row
 
+Caches that rows are written into have modules `append_<format>`, which a row names (`operands: {key_value: …}`):
+  TENSORS, Stored               as above
+  Cache(name, head_dim, **scales)   tensor(pages, heads, page), scale(pages, heads, page): the parameters of the kernel
+  find_scale(cache, stored, values, head, use_scale, scale)   macro: the scale of a row, whose lanes have VECTOR values
+                                each; all threads of a warp call it
+  write(cache, stored, values, scale, page, head, place, column, packed)   macro: those values, and what belongs beside
+                                the row
+
 Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on, of which a
 block has one or more, are not looked at, and a weight of 0 stays 0, whatever the scale that `weigh` multiplies it by.
 """

@@ -1,0 +1,96 @@
+"""How the kernels that write rows into caches are launched on CUDA: one launch, no allocation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa_tiles.call import formats
+from msa_tiles.call.caches import IndexRows, Rows
+from msa_tiles.call.where import Where
+from msa_tiles.launch import lookup
+from msa_tiles.runtime import CallFacts
+
+# Kernels count slots, and rows of tokens and heads, in int32; the last thread block's rows go past the last row.
+MOST_SLOTS, MOST_ROWS = 1 << 31, 1 << 30
+
+
+def run_kv(
+    call: Rows, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
+) -> None:
+    """Write keys and values."""
+    tensors = call.k, call.v, k_cache, v_cache
+    facts = _facts("append_kv", call.k, tensors, k_cache, k_scales is not None, key_value=k_cache)
+    kernel = lookup.find_kernel(facts, call.backend)
+    if call.k.numel() and k_cache.numel():
+        kernel(*kv_arguments(call, k_cache, v_cache, k_scales, v_scales))
+
+
+def kv_arguments(
+    call: Rows, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What the kernel takes."""
+    words = slot_words(call.slot_mapping)
+    keys = _stored(k_cache, call.k_scale, k_scales, words)
+    return call.k, call.v, words, *keys, *_stored(v_cache, call.v_scale, v_scales, words)
+
+
+def run_index(call: IndexRows, cache: Tensor, scales: Tensor | None = None) -> None:
+    """Write index keys."""
+    idx_k, cache = call.idx_k[:, None], cache[:, None]
+    facts = _facts("append_index", idx_k, (idx_k, cache), cache, scales is not None, index_key=cache)
+    kernel = lookup.find_kernel(facts, call.backend)
+    if idx_k.numel() and cache.numel():
+        kernel(*index_arguments(call, cache[:, 0], scales))
+
+
+def index_arguments(call: IndexRows, cache: Tensor, scales: Tensor | None) -> tuple[Tensor | int, ...]:
+    """What the kernel takes: keys and caches of one head."""
+    words = slot_words(call.slot_mapping)
+    stored = _stored(cache[:, None], call.scale, None if scales is None else scales[:, None], words)
+    further = (int(call.scale is not None),) if formats.is_quantised(cache) else ()
+    return call.idx_k[:, None], words, *stored, *further
+
+
+def slot_words(slot_mapping: Tensor) -> Tensor:
+    """Slots [T] as kernels take them, int32 [T, words]: the lower word, and of int64 the upper one behind it."""
+    return slot_mapping[:, None].view(torch.int32)
+
+
+def _facts(
+    op: str, rows: Tensor, wide: tuple[Tensor, ...], cache: Tensor, computed: bool, **stored: Tensor
+) -> CallFacts:
+    num_heads, head_dim = rows.shape[1:]
+    variant = {"head_dim": head_dim, "float32_rows": int(rows.dtype == torch.float32)}
+    if formats.is_quantised(cache):
+        variant["token_scales"] = int(computed)
+    refusals = []
+    num_slots, num_rows = cache.shape[0] * cache.shape[2], rows.shape[0] * num_heads
+    if num_slots >= MOST_SLOTS:
+        refusals.append(f"the cache has {num_slots} slots, wanted fewer than 2**31")
+    if num_rows >= MOST_ROWS:
+        refusals.append(f"{num_rows} rows of tokens and heads, wanted fewer than 2**30")
+    return lookup.call_facts(
+        op,
+        Where(),
+        rows.device,
+        lookup.precision(**stored),
+        variant,
+        wide,
+        tuple(refusals),
+        queries=rows.shape[0],
+    )
+
+
+def _stored(cache: Tensor, given: Tensor | None, written: Tensor | None, unread: Tensor) -> tuple[Tensor, ...]:
+    """A cache, and behind a quantised one its scales: [heads] given, or [pages, heads, page] to write.
+
+    ``unread``, int32 of any shape but empty, stands in for what is not there.
+    """
+    if not formats.is_quantised(cache):
+        return (cache,)
+    if written is not None:
+        return cache, written
+    if given is None:
+        given = unread.view(torch.float32)[0, 0]
+    return cache, given.expand(cache.shape[1])

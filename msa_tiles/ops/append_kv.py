@@ -1,0 +1,74 @@
+"""append_kv: write keys and values into paged caches."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from msa_tiles import reference
+from msa_tiles.call import caches as calls
+from msa_tiles.call.caches import Rows
+from msa_tiles.launch import caches
+from msa_tiles.library import registration
+from msa_tiles.quant import QuantizedTensor
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor | QuantizedTensor,
+    v_cache: Tensor | QuantizedTensor,
+    slot_mapping: Tensor,
+    *,
+    format: str | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Write each token's keys and values into its slot of the caches, in place.
+
+    ``k``, ``v`` [T, Hkv, D], bfloat16 or float32. ``k_cache``, ``v_cache`` [pages, Hkv, page, D], or pools
+    [slots, Hkv, D], of any strides but a unit last one: token-major pages are a transposed view, and K beside V in one
+    cache are two slices. ``slot_mapping`` int64 or int32 [T]: page * page size + place. A token whose slot is negative,
+    or not in the cache, is skipped. Slots are distinct: where two tokens have one, it holds pieces of either.
+
+    Caches are bfloat16 (on the reference also float32 and float64), or torch.float8_e4m3fn, with the scales that
+    attention reads, ``k_scale`` and ``v_scale``, both of one kind. Given ones, float32 [] or [Hkv], are above 0: stored
+    is value / scale. Ones of each token and head, float32 [pages, Hkv, page] (of a pool [slots, Hkv]; any strides), are
+    computed as `msa_tiles.quant.quantize_fp8` has it, and written beside the rows. Values are rounded once from what
+    ``k`` and ``v`` hold, to nearest even, and what exceeds e4m3's range becomes its largest number; NaN stays NaN.
+    ``format`` ("bf16" or "e4m3") names what a cache stores, which lets an e4m3 one come as bytes (torch.uint8).
+
+    Nothing is allocated and nothing synchronises; a captured graph serves other rows and slots at the same addresses.
+    No gradient passes.
+    """
+    call, keys, values = calls.append_kv(
+        k, v, k_cache, v_cache, slot_mapping, format=format, k_scale=k_scale, v_scale=v_scale, backend=backend
+    )
+    _OPERATOR.mutating(call, keys.data, values.data, keys.written, values.written)
+
+
+def _by_reference(
+    call: Rows, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
+) -> None:
+    """Fill the slots in plain torch."""
+    reference.append_kv(
+        call.k,
+        call.v,
+        k_cache,
+        v_cache,
+        call.slot_mapping,
+        k_scale=call.k_scale,
+        v_scale=call.v_scale,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+
+
+_OPERATOR: registration.Operator[Rows] = registration.define_in_place(
+    "append_kv",
+    Rows,
+    ("k_cache", "v_cache", "k_scales", "v_scales"),
+    optional=("k_scales", "v_scales"),
+    reference=_by_reference,
+    kernels=caches.run_kv,
+)

@@ -1,0 +1,68 @@
+"""Rows written into paged caches: one rounding from the input to what the cache stores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from msa_tiles.quant import FP8, round_fp8, scale_of
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """Write k, v [T, H, D] into caches [pages, H, page, D] in place; see `msa_tiles.ops.append_kv`.
+
+    Of e4m3 caches, ``k_scale`` and ``v_scale`` [] or [H] are given, or ``k_scales`` and ``v_scales`` [pages, H, page]
+    are written beside the rows.
+    """
+    append_rows(k, k_cache, slot_mapping, k_scale, k_scales)
+    append_rows(v, v_cache, slot_mapping, v_scale, v_scales)
+
+
+def append_index(
+    idx_k: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Write idx_k [T, D] into a cache [pages, page, D] in place; see `msa_tiles.ops.append_index`."""
+    append_rows(idx_k[:, None], cache[:, None], slot_mapping, scale, None if scales is None else scales[:, None])
+
+
+def append_rows(
+    rows: Tensor, cache: Tensor, slot_mapping: Tensor, scale: Tensor | None = None, scales: Tensor | None = None
+) -> None:
+    """Write rows [T, H, D] into a cache [pages, H, page, D] at their slots, page * page size + place.
+
+    Rows whose slot is negative or not in the cache are skipped.
+    """
+    num_pages, _, page_size, _ = cache.shape
+    kept = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
+    slots = slot_mapping[kept].long()
+    values = rows[kept]
+    page, place = slots // max(page_size, 1), slots % max(page_size, 1)
+    if cache.dtype != FP8:
+        cache[page, :, place] = values.to(cache.dtype)
+        return
+    values = values.float()
+    if scales is not None:
+        # As `quantize_fp8`: an infinity counts as the largest finite number, NaN not at all.
+        own = scale_of(values.abs().nan_to_num(nan=0.0).amax(-1))
+        scales[page, :, place] = own
+        values = values / own[..., None]
+    elif scale is not None:
+        values = values / scale.expand(cache.shape[1])[:, None]
+    # torch moves bytes by an index, but not every dtype of one byte.
+    cache.view(torch.uint8)[page, :, place] = round_fp8(values).view(torch.uint8)

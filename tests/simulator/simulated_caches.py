@@ -1,0 +1,51 @@
+"""Calls of the kernels that write rows into caches, run by the simulator and compared with the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from simulated_calls import Call
+
+from msa_tiles.call.caches import IndexRows, Rows
+from msa_tiles.launch.caches import index_arguments, kv_arguments
+from msa_tiles.quant import FP8
+from msa_tiles.verify import caches
+
+
+def append_kv(call: Call, precision: str = "bf16", **dims: int) -> None:
+    check = _check(caches.AppendKV, call, precision, dims)
+    into = check.caches.copied()
+    rows = Rows(*check.rows, check.slots, *check.given, "tilelang")
+    scales = into.scales or (None, None)
+    call.run("append_kv", _variant(precision, dims), *kv_arguments(rows, *into.views, *scales), precision=precision)
+    check.compare(into.codes())
+
+
+def append_kv_q16kv8(call: Call, **dims: int) -> None:
+    append_kv(call, "q16kv8", **dims)
+
+
+def append_index(call: Call, precision: str = "bf16", **dims: int) -> None:
+    check = _check(caches.AppendIndex, call, precision, dims)
+    into = check.caches.copied()
+    rows = IndexRows(check.rows[0][:, 0], check.slots, check.given[0], "tilelang")
+    arguments = index_arguments(rows, into.views[0][:, 0], into.scales[0][:, 0] if into.scales else None)
+    call.run("append_index", _variant(precision, dims), *arguments, precision=precision)
+    check.compare(into.codes())
+
+
+def append_index_q8k8(call: Call, **dims: int) -> None:
+    append_index(call, "q8k8", **dims)
+
+
+def _check(kind: type[caches.AppendKV], call: Call, precision: str, dims: dict[str, int]) -> Any:
+    stored = torch.bfloat16 if precision == "bf16" else FP8
+    case = SimpleNamespace(dims={"total_q": call.total_q, **dims}, dtype=lambda role: stored)
+    return kind(case, call.source, call.strided, "reference")  # type: ignore[arg-type]
+
+
+def _variant(precision: str, dims: dict[str, int]) -> dict[str, int]:
+    names = ("head_dim", "float32_rows") if precision == "bf16" else ("head_dim", "float32_rows", "token_scales")
+    return {name: dims[name] for name in names}
