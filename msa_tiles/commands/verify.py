@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
 from msa_tiles.commands._options import (
+    FILTERS,
     add_filters,
     add_json,
     cuda_device,
@@ -50,6 +52,13 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compile in N processes (default: all cores)"
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run cells in N processes on the GPU, the longest first (default 1)",
+    )
     parser.add_argument("--seed", type=int, help="repeat the inputs of an earlier run (default: fresh ones)")
     parser.add_argument(
         "--smallest", action="store_true", help="only a few small cases of each cell, and no evidence of them"
@@ -67,7 +76,6 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles import trees
     from msa_tiles.runtime import evidence
-    from msa_tiles.runtime.accuracy import accuracies
     from msa_tiles.runtime.build import build
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.runtime.registry import default_registry
@@ -78,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     cells = select(args, registry)
     processes("--jobs", args.jobs)
+    processes("--processes", args.processes)
+    if args.processes > 1 and (args.smallest or args.sanitizer):
+        raise ValueError(f"--processes is {args.processes}; with --smallest and --sanitizer it is 1")
     if args.sanitizer:
         return _sanitized(args, {cell.dsl for cell in cells})
     if not args.smallest:
@@ -110,6 +121,12 @@ def run(args: argparse.Namespace) -> int:
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
         if not outcome.good:
             console.complain(f"{outcome.job}: {outcome.complaints[0]}")
+    failures: list[dict[str, Any]] = []
+    if args.processes > 1:
+        for failure in _side_by_side(args, grid):
+            failures.append(failure)
+            console.complain(f"{failure['cell']} {failure['case']} (seed {failure['seed']}): {failure['failure']}")
+        return _told(args, chosen, failures)
     numbers = random.Random(args.seed)
     if args.smallest:
         results = runner.sample(grid, device, seed=lambda: numbers.randrange(1 << 31))
@@ -117,19 +134,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         due = runner.due(grid, device)
         results = runner.run(grid, device, registry.directory, seed=lambda: numbers.randrange(1 << 31))
-    failures: list[dict[str, Any]] = []
     for result in console.arrivals(results, map(str, due), "cases", lambda result: str(result.case)):
         if result.failure is not None:
             case = {"cell": result.case.cell.id, "case": result.case.key, "seed": result.seed}
             failures.append({**case, "failure": result.failure})
             console.complain(f"{result.case} (seed {result.seed}): {result.failure}")
+    if not args.smallest:
+        return _told(args, chosen, failures)
+    if args.json:
+        console.say(json.dumps({"cases": len(due), "failures": failures}, indent=1))
+    else:
+        console.say(f"{len(failures)} of {counted(len(due), 'case')} failed")
+    return 1 if failures else 0
+
+
+def _told(args: argparse.Namespace, chosen: list[Cell], failures: list[dict[str, Any]]) -> int:
+    """What became of the cells, from the record."""
+    from msa_tiles.runtime import evidence
+    from msa_tiles.runtime.accuracy import accuracies
+    from msa_tiles.runtime.registry import default_registry
+
+    registry = default_registry()
     bad = 1 if failures else 0
-    if args.smallest:
-        if args.json:
-            console.say(json.dumps({"cases": len(due), "failures": failures}, indent=1))
-        else:
-            console.say(f"{len(failures)} of {counted(len(due), 'case')} failed")
-        return bad
     verified = evidence.read_verified(registry.directory)
     entries = {cell.id: verified[cell.id] if evidence.is_verified(cell, verified) else {} for cell in chosen}
     ended = {name: "verified" if entry else "failed" for name, entry in entries.items()}
@@ -146,6 +172,36 @@ def run(args: argparse.Namespace) -> int:
         rows.append((cell.id, errors, str(entry.get("cases", "")), ended[cell.id]))
     console.table(rows)
     return bad
+
+
+def _side_by_side(args: argparse.Namespace, grid: list[tuple[Cell, list[Case]]]) -> Iterator[dict[str, Any]]:
+    """A process for the cells of each operator, DSL and precision, which records them itself. Yields what failed."""
+    sizes: dict[tuple[str, ...], int] = {}
+    for cell, found in grid:
+        group = (cell.op, cell.dsl, cell.target, cell.precision)
+        sizes[group] = sizes.get(group, 0) + len(found)
+    groups = sorted(sizes, key=lambda group: -sizes[group])
+
+    def command(group: tuple[str, ...]) -> list[str]:
+        own = [word for name, value in zip(FILTERS, group, strict=True) for word in (f"--{name}", value)]
+        seed = [] if args.seed is None else ["--seed", str(args.seed)]
+        options = ["--device", args.device, "--jobs", "1", *["--stale"] * args.stale, *seed, *tree_options(args)]
+        return [sys.executable, "-m", "msa_tiles", "verify", "--json", *own, *options]
+
+    def ended(group: tuple[str, ...]) -> tuple[str, list[dict[str, Any]]]:
+        done = subprocess.run(command(group), check=False, capture_output=True, text=True)
+        try:
+            return ".".join(group), json.loads(done.stdout)["failures"]
+        except (ValueError, KeyError, TypeError):
+            last = next(iter(done.stderr.strip().splitlines()[-1:]), "nothing was said")
+            whole = {"cell": ".".join(group), "case": "", "seed": args.seed}
+            return ".".join(group), [{**whole, "failure": f"ended with {done.returncode}: {last}"}]
+
+    with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
+        futures = concurrent.futures.as_completed([pool.submit(ended, group) for group in groups])
+        results = (future.result() for future in futures)
+        for _, failures in console.arrivals(results, map(".".join, groups), "cells", lambda result: result[0]):
+            yield from failures
 
 
 def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:

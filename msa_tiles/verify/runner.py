@@ -6,7 +6,9 @@ stopped goes on where it stopped. It is removed once the cell is through.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -98,7 +100,7 @@ def run(
                 failed = True
             yield result
         if failed:
-            _write(generated, cell, None)
+            _write(generated, cell, None, journal.path.parent)
         else:
             entry = {
                 "digest": cell.digest,
@@ -108,7 +110,7 @@ def run(
                 "cases": len(cases),
                 "versions": dict(toolchain.generator_versions(cell.dsl)),
             }
-            _write(generated, cell, entry)
+            _write(generated, cell, entry, journal.path.parent)
             journal.remove()
 
 
@@ -181,12 +183,23 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None) -> None:
+def _write(generated: Path, cell: Cell, entry: Mapping[str, Any] | None, locks: Path) -> None:
     make_directory(generated)
-    document = read_verified(generated)
-    if entry is not None:
-        document[cell.id] = dict(entry)
-    elif document.pop(cell.id, None) is None:
-        return
-    text = json.dumps(dict(sorted(document.items())), indent=1, sort_keys=True) + "\n"
-    write_atomically(generated / VERIFIED, text)
+    with _alone(locks):
+        document = read_verified(generated)
+        if entry is not None:
+            document[cell.id] = dict(entry)
+        elif document.pop(cell.id, None) is None:
+            return
+        text = json.dumps(dict(sorted(document.items())), indent=1, sort_keys=True) + "\n"
+        write_atomically(generated / VERIFIED, text)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Whoever else changes the record waits, where the file system has locks."""
+    make_directory(directory)
+    with (directory / ".record.lock").open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import multiprocessing
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -309,6 +312,53 @@ def test_the_sanitizer_watches_the_same_command(monkeypatch: pytest.MonkeyPatch)
 
 class Done:
     returncode = 23
+
+
+def test_cells_are_shared_out_to_processes(monkeypatch: pytest.MonkeyPatch, specs: spec.Specs) -> None:
+    """The longest first; one that says nothing of use counts as a failure."""
+    ran: list[list[str]] = []
+    said = {
+        "combine": '{"cells": [], "failures": []}',
+        "topk_select": '{"cells": [], "failures": [{"cell": "c", "case": "k", "seed": 7, "failure": "out: error 3"}]}',
+        "select_blocks": "",
+    }
+
+    def stand_in(command: list[str], **_: object) -> types.SimpleNamespace:
+        ran.append(command)
+        op = command[command.index("--op") + 1]
+        return types.SimpleNamespace(returncode=-11, stdout=said[op], stderr="first\nSegmentation fault\n")
+
+    monkeypatch.setattr(verify_command.subprocess, "run", stand_in)
+    grid = [(cell_of(op), cases(cell_of(op), specs)) for op in said]
+    args = argparse.Namespace(processes=2, device="cuda:1", stale=True, seed=3, tree=[])
+    failures = list(verify_command._side_by_side(args, grid))
+    assert sorted((failure["cell"], failure["failure"]) for failure in failures) == [
+        ("c", "out: error 3"),
+        ("select_blocks.tilelang.sm90.bf16", "ended with -11: Segmentation fault"),
+    ]
+    longest = max(grid, key=lambda row: len(row[1]))[0].op
+    assert f"--op {longest} --dsl tilelang --target sm90 --precision bf16" in " ".join(ran[0])
+    for command in ran:
+        assert " ".join(command).endswith("--device cuda:1 --jobs 1 --stale --seed 3")
+
+
+@pytest.mark.parametrize("option", [["--smallest"], ["--sanitizer", "memcheck"]])
+def test_processes_are_for_whole_runs(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--processes", "2", *option]) == 2
+    assert "--processes is 2; with --smallest and --sanitizer it is 1" in capsys.readouterr().err
+
+
+def test_two_writers_of_the_record_lose_nothing(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        cell = dataclasses.replace(cell_of("combine"), id=f"cell {number}")
+        runner._write(tmp_path, cell, {"digest": str(number)}, tmp_path / "locks")
+
+    processes = [multiprocessing.get_context("fork").Process(target=write, args=(number,)) for number in range(12)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert read_verified(tmp_path) == {f"cell {number}": {"digest": str(number)} for number in range(12)}
 
 
 def test_the_m3_shape_is_verified_with_every_kind_of_scales(specs: spec.Specs) -> None:
