@@ -1,0 +1,275 @@
+"""FlashInfer's ``msa_*`` operators by name, signature and layout, over ours.
+
+    from msa_tiles.compat.flashinfer import msa_proxy_score, msa_sparse_attention, msa_topk_select
+
+After flashinfer-python 0.7.4. Served besides what it serves: any number of selected blocks, an LSE and BF16 keys on
+every GPU, flat keys, keys of any strides (K and V in one cache), ``out=`` everywhere, no workspace. Undefined there and
+defined here: equal scores (the lower block), rows that see nothing (out 0, LSE -inf), float ``-inf`` scores of valid
+blocks (they are chosen last), more forced blocks than slots (the first ones win). Not served, with a sentence: float16,
+packed NVFP4, and the ``msa_icp_*`` family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_tiles import ops
+from msa_tiles.compat import kept, packed
+
+SUPPORTS_PACKED_KV = True
+
+
+def supports_packed_kv(device: torch.device | str) -> bool:
+    """Whether K and V may be views of one cache on ``device``: everywhere, since strides are read."""
+    torch.device(device)
+    return True
+
+
+@torch.no_grad()
+def msa_proxy_score(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = True,
+    max_seqlen_q: int | None = None,
+    max_k_tiles: int | None = None,
+    output: Tensor | None = None,
+    reduce_heads: bool = False,
+    q_offset: int | Tensor | None = None,
+    use_fp32_acc: bool = True,
+) -> Tensor:
+    """The largest product of a query with a visible key of each block of 128: float32 [Hq, tiles, T], -inf for none.
+
+    ``q`` [T, Hq, 128], ``k`` flat [Tk, Hkv, 128] with ``cu_seqlens_k``, or paged [pages, Hkv, 128, 128] with
+    ``page_table`` int32 [B, pages] and ``seqused_k`` int32 [B]; one dtype: bfloat16, float32, float64 or e4m3 (whose
+    elements stand for themselves). ``cu_seqlens_q`` int32 [B + 1]. With ``reduce_heads`` the largest of all heads,
+    [1, tiles, T]. Without ``output`` the answer is a view of scores in which a query's blocks lie together, as
+    `msa_topk_select` reads them; ``output`` gets a copy. Accumulation is in float32 whatever ``use_fp32_acc`` says.
+
+    ``max_k_tiles`` (or the width of ``output``) is the number of blocks. Without both it is that of the longest
+    request, which is read from the device, and the call waits for it.
+
+    Raises ``ValueError`` or ``TypeError`` for shapes that do not fit, float16, and e4m3 keys below other queries.
+    """
+    packed.check_queries(q)
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if k.dtype != q.dtype:
+        raise TypeError(f"k: got dtype {k.dtype} below queries of {q.dtype}; wanted one dtype of both")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"q: got {num_heads} heads; wanted a multiple of the {num_kv_heads} heads of k")
+    where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
+    if max_k_tiles is None and output is not None:
+        max_k_tiles = output.shape[1]
+    if max_k_tiles is None:
+        lengths = packed.key_lengths(cu_seqlens_k, page_table, seqused_k)
+        longest = int(lengths.max()) if lengths.numel() else 0
+        max_k_tiles = -(-longest // packed.BLOCK)
+    score = q.new_empty((num_heads, q.shape[0], max_k_tiles), dtype=torch.float32)
+    few = max_seqlen_q is not None and max_seqlen_q <= packed.FEW_QUERIES
+    group = num_heads // num_kv_heads
+    for head in range(num_kv_heads if score.numel() else 0):
+        part = slice(head * group, (head + 1) * group)
+        (ops.decode_score if few else ops.index_score)(
+            q[:, part], k[:, head], block_size=packed.BLOCK, causal=causal, max_seqlen_q=max_seqlen_q, out=score[part],
+            **where,
+        )  # fmt: skip
+    if reduce_heads:
+        score = score.amax(0, keepdim=True)
+    found = score.transpose(1, 2)
+    if output is None:
+        return found
+    _check_output(output, tuple(found.shape), torch.float32)
+    return output.copy_(found)
+
+
+@torch.no_grad()
+def msa_topk_select(
+    max_score: Tensor,
+    topk: int,
+    num_valid_pages: int | Tensor | None = None,
+    output: Tensor | None = None,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+) -> Tensor:
+    """The ``topk`` best of each query's first ``num_valid_pages`` blocks: int32 [T, H, topk], ascending, -1 behind.
+
+    ``max_score`` float32 [H, tiles, T]. ``num_valid_pages`` is an integer, int32 [T], or None for all; beyond ``tiles``
+    it stands for all. The ``force_begin_blocks`` first and the ``force_end_blocks`` last valid blocks are always in.
+    ``output`` is the caller's buffer. Scores of which a query's blocks lie together (`msa_proxy_score`) are read in
+    place, others are copied.
+    """
+    if max_score.dim() != 3:
+        raise ValueError(f"max_score: got shape {list(max_score.shape)}; wanted [heads, tiles, T]")
+    score = max_score.transpose(1, 2)
+    return select(score, topk, num_valid_pages, output, force_begin_blocks, force_end_blocks)
+
+
+def select(
+    score: Tensor, topk: int, num_valid: int | Tensor | None, output: Tensor | None, begin: int, end: int
+) -> Tensor:
+    """The same of scores [H, T, tiles]."""
+    heads, total_q, tiles = score.shape
+    if score.stride(-1) != 1:
+        score = score.contiguous()
+    wanted = (total_q, heads, topk)
+    if output is None:
+        output = score.new_empty(wanted, dtype=torch.int32)
+    else:
+        _check_output(output, wanted, torch.int32)
+    if isinstance(num_valid, Tensor):
+        num_valid = num_valid.to(torch.int32).clamp(0, tiles)
+    elif num_valid is not None:
+        num_valid = min(num_valid, tiles)
+    ops.topk_select(
+        score,
+        topk,
+        num_kv_heads=heads,
+        num_valid_blocks=tiles if num_valid is None else num_valid,
+        block_size=packed.BLOCK,
+        init_blocks=begin,
+        local_blocks=end,
+        out=output.transpose(0, 1),
+    )
+    return output
+
+
+@torch.no_grad()
+def msa_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2k_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    return_temperature_lse: bool = False,
+    lse_temperature_scale: float = 1.0,
+    workspace: None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention over the blocks of 128 keys that each query selected: out [T, Hq, D] in q's dtype (BF16 for e4m3).
+
+    ``q`` [T, Hq, D] bfloat16, float32, float64 or e4m3; ``k``, ``v`` of q's dtype or e4m3, flat [Tk, Hkv, D] with
+    ``cu_seqlens_k``, or paged [pages, Hkv, 128, D] with ``page_table`` int32 [B, pages] and ``seqused_k`` int32 [B];
+    ``q2k_indices`` int32 [Hkv, T, topk], -1 for none. Not causal by default, as there: a query then sees all of its
+    blocks. ``q_offset`` (an integer, or int32 [B]) is where a request's first query sits. ``k_global_scale`` and
+    ``v_global_scale`` multiply all keys and values. ``out`` is written in place and returned.
+
+    Returns out, with ``return_softmax_lse`` also the LSE float32 [T, Hq] (natural log), and with
+    ``return_temperature_lse`` a third one, of scores times ``lse_temperature_scale``, for which attention runs twice.
+
+    Raises ``NotImplementedError`` for packed NVFP4 (uint8), ``ValueError`` or ``TypeError`` for what does not fit.
+    """
+    packed.check_tensors(q, k, v)
+    _refuse_extras(k_scale, v_scale, workspace)
+    where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, q_offset, q.shape[0])
+    options: dict[str, Any] = {"few": False, "k_scale": k_global_scale, "v_scale": v_global_scale}
+    result, lse = packed.attend(q, k, v, q2k_indices, where, softmax_scale, out=out, **options)
+    if not return_temperature_lse:
+        return (result, lse) if return_softmax_lse else result
+    if lse_temperature_scale == 1.0:
+        return result, lse, lse
+    scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * lse_temperature_scale
+    return result, lse, packed.attend(q, k, v, q2k_indices, where, scale, **options)[1]
+
+
+@torch.no_grad()
+def msa_sparse_decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2k_indices: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlen_q: int = 1,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    partial_dtype: torch.dtype | None = None,
+    force_fused: bool | None = None,
+    workspace: None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`msa_sparse_attention` for requests of ``seqlen_q`` queries each: ``q`` [B * seqlen_q, Hq, D]; causal.
+
+    ``partial_dtype`` and ``force_fused`` are about FlashInfer's kernels and have no effect. Returns out [T, Hq, D],
+    with ``return_softmax_lse`` also the LSE float32 [T, Hq]. Raises as there.
+    """
+    packed.check_tensors(q, k, v)
+    _refuse_extras(k_scale, v_scale, workspace)
+    if seqlen_q < 1 or q.shape[0] % seqlen_q:
+        raise ValueError(f"seqlen_q: got {seqlen_q}; wanted a divisor of the {q.shape[0]} rows of q")
+    requests = q.shape[0] // seqlen_q
+    starts = kept.multiples(seqlen_q, requests + 1, q.device)
+    where = packed.places(starts, cu_seqlens_k, page_table, seqused_k, causal, q_offset, q.shape[0])
+    result, lse = packed.attend(
+        q,
+        k,
+        v,
+        q2k_indices,
+        where | {"max_seqlen_q": seqlen_q},
+        softmax_scale,
+        few=seqlen_q <= packed.FEW_QUERIES,
+        k_scale=k_global_scale,
+        v_scale=v_global_scale,
+        out=out,
+    )
+    return (result, lse) if return_softmax_lse else result
+
+
+def msa_proxy_score_fp4(*_: Any, **__: Any) -> Tensor:
+    """Raises ``NotImplementedError``: index keys and queries in NVFP4 have no operator here."""
+    raise NotImplementedError("msa_proxy_score_fp4: NVFP4 is not served here; msa_proxy_score takes BF16 and e4m3")
+
+
+def prepare_msa_nvfp4_sparse_decode(*_: Any, **__: Any) -> Any:
+    """Raises ``NotImplementedError``: caches in NVFP4 have no operator here."""
+    raise NotImplementedError(
+        "prepare_msa_nvfp4_sparse_decode: NVFP4 is not served here; msa_sparse_decode_attention takes BF16 and e4m3"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("msa_icp_") or name == "prepare_msa_icp_indexer":
+        raise AttributeError(f"{name}: not here; shards of the keys are k_offset of msa_tiles.ops")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _refuse_extras(k_scale: Tensor | None, v_scale: Tensor | None, workspace: object) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise NotImplementedError(
+                f"{name}: got a tensor, the block scales of NVFP4, which is not served; one number for all is {name[0]}"
+                "_global_scale, and msa_tiles.ops takes scales per head or token"
+            )
+    if workspace is not None:
+        came = type(workspace).__name__
+        raise ValueError(f"workspace: got a {came}; wanted None: calls allocate a bounded workspace, under capture too")
+
+
+def _check_output(output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(output.shape) != shape or output.dtype != dtype:
+        raise ValueError(f"output: got {output.dtype} {list(output.shape)}; wanted {dtype} {list(shape)}")
