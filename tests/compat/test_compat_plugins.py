@@ -71,14 +71,49 @@ def test_a_plugin_never_raises(registered, monkeypatch, caplog):
     plugins.vllm()
 
 
-def test_entry_points_name_functions_that_are_there():
-    section = re.search(r'\[project\.entry-points\."vllm\.general_plugins"\]\n(.*?)\n\n', PROJECT.read_text(), re.S)
-    assert section and section[1] == 'msa_tiles = "msa_tiles.compat.plugins:vllm"'
-    assert callable(plugins.vllm)
+@pytest.fixture
+def hooked(monkeypatch):
+    """What an SGLang's registry of hooks is told."""
+    told = []
+    registry = ModuleType("hook_registry")
+    registry.HookType = SimpleNamespace(AROUND="around")
+    registry.HookRegistry = SimpleNamespace(register=lambda *given: told.append(given))
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    monkeypatch.delenv("MSA_TILES_SGLANG", raising=False)
+    return SimpleNamespace(told=told, registry=registry)
+
+
+def test_sglang_is_told_what_to_wrap(hooked):
+    plugins.sglang()
+    targets = [target.removeprefix(f"{plugins.SGLANG_MODULE}.") for target, _, _ in hooked.told]
+    assert targets == ["minimax_sparse_prefill", "minimax_sparse_decode"]
+    assert {kind for *_, kind in hooked.told} == {"around"}
+
+
+def test_sglang_can_be_left_alone(hooked, monkeypatch, caplog):
+    monkeypatch.setenv("MSA_TILES_SGLANG", "0")
+    with caplog.at_level(logging.INFO, logger="sglang.msa_tiles"):
+        plugins.sglang()
+    assert not hooked.told and "MSA_TILES_SGLANG" in caplog.text
+
+
+def test_sglangs_plugin_never_raises(hooked, caplog):
+    del hooked.registry.HookRegistry
+    plugins.sglang()
+    assert "its plugin failed" in caplog.text
+
+
+@pytest.mark.parametrize(("group", "function"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
+def test_entry_points_name_functions_that_are_there(group, function):
+    section = re.search(rf'\[project\.entry-points\."{re.escape(group)}"\]\n(.*?)\n\n', PROJECT.read_text(), re.S)
+    assert section and section[1] == f'msa_tiles = "msa_tiles.compat.plugins:{function}"'
+    assert callable(getattr(plugins, function))
 
 
 def test_a_plugin_imports_nothing_heavy():
-    code = "import sys; from msa_tiles.compat import plugins; plugins.vllm(); "
+    code = "import sys; from msa_tiles.compat import plugins; plugins.vllm(); plugins.sglang(); "
     code += "print(*{'torch', 'tvm_ffi', 'numpy', 'msa_tiles.ops'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept
+from msa_tiles.compat import kept, servers
 from msa_tiles.compat.vllm import caches
 from msa_tiles.compat.vllm.caches import PAGE
 
@@ -55,7 +55,7 @@ def minimax_m3_index_score(
         seqused_k=seq_lens[:requests],
         max_seqlen_q=max_query_len,
         max_seqlen_k=_bound(max_seq_len, block_table),
-        q_positions=_positions(cu_seqlens_q, prefix_lens, idx_q.shape[0]),
+        q_positions=servers.positions(cu_seqlens_q, prefix_lens, idx_q.shape[0]),
         block_size=PAGE,
         out=score,
     )
@@ -202,7 +202,7 @@ def minimax_m3_sparse_attn(
         page_table=block_table[:requests],
         seqused_k=seq_lens[:requests],
         max_seqlen_q=max_query_len,
-        q_positions=_positions(cu_seqlens_q, prefix_lens, q.shape[0]),
+        q_positions=servers.positions(cu_seqlens_q, prefix_lens, q.shape[0]),
         block_size=PAGE,
         softmax_scale=sm_scale,
         k_scale=k_scale,
@@ -330,19 +330,6 @@ def _as_keys(idx_q: Tensor, keys: Tensor) -> Tensor:
     """e4m3 queries of wider keys become these keys' kind, which is exact."""
     narrower = idx_q.dtype.itemsize == 1 and keys.dtype.itemsize > 1
     return idx_q.to(keys.dtype) if narrower else idx_q
-
-
-def _positions(cu_seqlens_q: Tensor, prefix_lens: Tensor, total_q: int) -> Tensor:
-    """Where the queries of a prefill sit in their requests: int32 [T].
-
-    Our operators would take them from ``seq_lens``, vLLM takes them from ``prefix_lens``.
-    """
-    rows = torch.arange(total_q, dtype=torch.int32, device=cu_seqlens_q.device)
-    first = prefix_lens[: cu_seqlens_q.shape[0] - 1] - cu_seqlens_q[:-1]
-    if first.shape[0] == 0:
-        return rows
-    request = torch.bucketize(rows, cu_seqlens_q[1:], right=True, out_int32=True).clamp_max_(first.shape[0] - 1)
-    return first.index_select(0, request).add_(rows)
 
 
 def _check_heads(idx_q: Tensor, num_kv_heads: int) -> None:

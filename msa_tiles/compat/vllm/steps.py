@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept
+from msa_tiles.compat import kept, servers
 from msa_tiles.compat.vllm import caches, operators
 from msa_tiles.compat.vllm.caches import PAGE
-
-# A bound is rounded up to so many tokens: a call with the same bound is known again, and lengths grow by one a step.
-BOUND = 64 * PAGE
-
-_SIZES: dict[tuple[Any, ...], int] = {}
-_MOST_SIZES = 1024
 
 
 class Selecting(NamedTuple):
@@ -107,7 +101,7 @@ def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Te
     """A decode step: into ``ids`` int32 [Hkv, T, topk] the blocks of every query, into ``out`` [T, Hq, D] attention."""
     (k, v), scales = given.operands(q.shape[-1])
     idx_q, index_cache, metadata, by = deferred
-    bound = _bound(metadata.max_seq_len, metadata.block_table)
+    bound = servers.rounded(metadata.max_seq_len, metadata.block_table.shape[1] * PAGE)
     count = metadata.decode_query_len
     ops.msa_decode(
         q,
@@ -125,7 +119,7 @@ def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Te
         block_size=PAGE,
         init_blocks=by.init_blocks,
         local_blocks=by.local_blocks,
-        workspace=_workspace(q, idx_q, by.topk, given.num_kv_heads, bound),
+        workspace=servers.workspace(q, idx_q, by.topk, given.num_kv_heads, bound, PAGE),
         out=out,
         lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
         block_indices=ids,
@@ -138,21 +132,5 @@ def _where_prefill(prefill: Any) -> dict[str, Any]:
         "page_table": prefill.block_table,
         "seqused_k": prefill.seq_lens,
         "max_seqlen_q": prefill.max_query_len,
-        "max_seqlen_k": _bound(prefill.max_seq_len, prefill.block_table),
+        "max_seqlen_k": servers.rounded(prefill.max_seq_len, prefill.block_table.shape[1] * PAGE),
     }
-
-
-def _bound(max_seq_len: int, block_table: Tensor) -> int:
-    return min(-(-max_seq_len // BOUND) * BOUND, block_table.shape[1] * PAGE)
-
-
-def _workspace(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, bound: int) -> Tensor:
-    """Its size is kept, because a step asks for it in every layer."""
-    key = (q.shape, idx_q.shape, q.dtype, topk, num_kv_heads, bound, q.device)
-    size = _SIZES.get(key)
-    if size is None:
-        if len(_SIZES) >= _MOST_SIZES:
-            _SIZES.clear()
-        size = ops.decode_workspace_bytes(q, topk, num_kv_heads, idx_q=idx_q, max_seqlen_k=bound, block_size=PAGE)
-        _SIZES[key] = size
-    return torch.empty(size, dtype=torch.uint8, device=q.device)

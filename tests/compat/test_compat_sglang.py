@@ -1,0 +1,369 @@
+"""SGLang's sparse prefill and decode through our hooks, against a dense oracle; what is not ours goes to SGLang.
+
+Tests with SGLang's own files need them: `MSA_TILES_SGLANG_FILES` names a wheel or a directory with the package, or it
+is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compat.m3 import DIM, FP8, PAGE, Parameters, draw_decode, draw_prefill, drawn
+from compat.stand_ins import Finder, source_of, standing_in
+from rounding import close, softmax_terms
+
+from msa_tiles import ops
+from msa_tiles.compat import notes, plugins
+from msa_tiles.compat.sglang import hooks, pools
+from msa_tiles.compat.sglang.calls import Decode, Prefill
+from msa_tiles.runtime import NoKernelError
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+DRAWS = pytest.mark.parametrize("number", range(4))
+SPARSE = plugins.SGLANG_MODULE
+REAL = ("sglang.srt.plugins", "sglang.srt.plugins.hook_registry", SPARSE)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """A process that has logged and refused nothing yet."""
+    monkeypatch.setattr(notes, "_SAID", set())
+    monkeypatch.setattr(hooks, "kinds", notes.Kinds(hooks.log, "MiniMax M3"))
+    hooks._deterministic.cache_clear()
+    yield
+    hooks._deterministic.cache_clear()
+
+
+def pooled(draw, batch):
+    """The caches of a batch as SGLang keeps them: slots of K, V and index keys, and a map from tokens to slots."""
+    k, v = (part.transpose(1, 2).flatten(0, 1) for part in batch.cache.split(DIM, -1))
+    index = batch.index_cache.flatten(0, 1)[:, None]
+    longest = max(batch.lengths) + draw.randrange(300)
+    tokens = torch.zeros(len(batch.queries) + 3, longest, dtype=torch.int32)
+    requests = torch.randperm(len(tokens))[: len(batch.queries)]
+    for request, (row, length) in enumerate(zip(requests.tolist(), batch.lengths, strict=True)):
+        places = torch.arange(length)
+        tokens[row, :length] = batch.table[request].long()[places // PAGE].int() * PAGE + (places % PAGE).int()
+    return {
+        "k_cache": k,
+        "v_cache": v,
+        "idx_k_cache": index,
+        "idx_v_cache": None,
+        "req_to_token": tokens,
+        "slot_ids": requests,
+    }
+
+
+def prefill_of(draw, batch, given, **further):
+    """Arguments of a prefill by name."""
+    return {
+        "q": batch.q,
+        "sink": None,
+        "idx_q": batch.idx_q,
+        "idx_sink": None,
+        **pooled(draw, batch),
+        "cu_seqlens": batch.cu_seqlens_q,
+        "seq_lens": batch.seq_lens.to(draw.choice([torch.int32, torch.int64])),
+        "prefix_lens": batch.prefix_lens,
+        "max_seqlen_q": max(batch.queries),
+        "max_seqlen_k": max(batch.lengths),
+        "block_size_q": 1,
+        "block_size_k": PAGE,
+        "topk": given.topk,
+        "init_blocks": given.init_blocks,
+        "local_blocks": given.local_blocks,
+        "disable_index_value": True,
+        "page_size": PAGE,
+        **further,
+    }
+
+
+def decode_of(draw, batch, given, **further):
+    """Arguments of a decode step by name, one query a request."""
+    arguments = prefill_of(draw, batch, given)
+    for name in ("cu_seqlens", "prefix_lens", "max_seqlen_q", "max_seqlen_k"):
+        del arguments[name]
+    most = draw.choice([max(batch.lengths), arguments["req_to_token"].shape[1], 1 << 20])
+    return arguments | {"max_seqlen": most, "seq_lens": batch.seq_lens.long(), **further}
+
+
+def decoding(draw, **options):
+    """A batch of one query a request."""
+    while True:
+        batch, count = draw_decode(draw, **options)
+        if count == 1:
+            return batch
+
+
+def never(*given, **named):
+    raise AssertionError("SGLang's function was called")
+
+
+def scales_of(draw, dtype):
+    if dtype != FP8:
+        return {}
+    return draw.choice([{}, {"k_scale": draw.uniform(0.5, 2), "v_scale": draw.uniform(0.5, 2)}])
+
+
+def check(batch, given, out, ids, *, scales=None, q_scale=1.0):
+    want = batch.selections(given)
+    if ids is not None:
+        # Ascending in front of -1.
+        assert torch.equal(ids, torch.where(want < 0, 1 << 20, want).sort(-1)[0].where(want >= 0, -1))
+    scales = [torch.tensor((scales or {}).get(name, 1.0)) for name in ("k_scale", "v_scale")]
+    attended, logit = batch.attention(want, DIM**-0.5 * q_scale, *scales)
+    most = float(batch.cache[..., DIM:].float().nan_to_num().abs().max() * scales[1])
+    terms = softmax_terms(max(batch.lengths), DIM, logit)
+    close(out, attended.to(out.dtype), terms=terms, size=most, roundings=2)
+
+
+@DTYPES
+@DRAWS
+def test_prefill(number, dtype):
+    draw = drawn(f"sglang prefill {number} {dtype}")
+    given, batch = Parameters.draw(draw), draw_prefill(draw, dtype=dtype, index_dtype=dtype)
+    scales, q_scale = scales_of(draw, dtype), draw.choice([None, 1.25])
+    arguments = prefill_of(draw, batch, given, **scales, q_scale=q_scale, sm_scale=draw.choice([None, DIM**-0.5]))
+    nothing, out, ids = hooks.prefill(never, **arguments, return_topk_idx=True)
+    assert nothing is None and ids.is_contiguous()
+    check(batch, given, out, ids, scales=scales, q_scale=q_scale or 1.0)
+    # A layer that selects like the one before.
+    again = hooks.prefill(never, **arguments, cached_topk_idx=ids)
+    assert len(again) == 2 and torch.equal(again[1], out)
+
+
+@DTYPES
+@DRAWS
+def test_decode(number, dtype):
+    draw = drawn(f"sglang decode {number} {dtype}")
+    given, batch = Parameters.draw(draw), decoding(draw, dtype=dtype, index_dtype=dtype)
+    scales, published = scales_of(draw, dtype), None
+    arguments = decode_of(draw, batch, given, **scales)
+    if draw.random() < 0.5:
+        published = torch.full((batch.num_kv_heads, len(batch.queries), given.topk), -9, dtype=torch.int32)
+    nothing, out = hooks.decode(never, **arguments, topk_out=published)
+    assert nothing is None
+    check(batch, given, out, None, scales=scales)
+    if published is not None:
+        assert torch.equal(published.sort(-1)[0], batch.selections(given).sort(-1)[0])
+        # The same blocks, merged in another number of splits.
+        _, again = hooks.decode(never, **arguments, cached_topk_idx=published)
+        check(batch, given, again, None, scales=scales)
+
+
+def test_pools_are_views():
+    pool = torch.zeros(2, 5 * PAGE + 7, 3, DIM)[1]
+    pages = pools.of_heads(pool, PAGE)
+    assert pages.shape == (5, 3, PAGE, DIM) and pages.data_ptr() == pool.data_ptr()
+    assert pages.stride() == (PAGE * 3 * DIM, DIM, 3 * DIM, 1)
+    index = pool[:, :1]
+    assert (
+        pools.of_index(index, PAGE).shape == (5, PAGE, DIM)
+        and pools.of_index(index, PAGE).data_ptr() == pool.data_ptr()
+    )
+
+
+@pytest.mark.parametrize("page", [64, 32])
+def test_pages_that_divide_a_block(page):
+    draw = drawn("pages")
+    given, batch = Parameters(4, 0, 1), decoding(draw)
+    _, out = hooks.decode(never, **decode_of(draw, batch, given, page_size=page))
+    check(batch, given, out, None)
+
+
+LEFT = {
+    "sink": torch.zeros(8, DIM),
+    "idx_sink": torch.zeros(1, DIM),
+    "idx_v_cache": torch.zeros(PAGE, 1, DIM),
+    "disable_index_value": False,
+    "score_type": "lse",
+    "use_msa": True,
+    "page_size": 256,
+    "q": torch.zeros(1, 8, DIM, dtype=torch.float16),
+    "k_cache": torch.zeros(PAGE, 1, DIM).to(torch.float8_e5m2),
+    "idx_q": torch.zeros(1, 2, DIM, dtype=torch.bfloat16),
+    "a_new_argument": 1,
+}
+PREFILL = LEFT | {"loc_mapping": torch.zeros(1), "block_size_q": 16}
+DECODE = LEFT | {
+    "dense_main_attn_fn": print,
+    "hisparse_swap_in_fn": print,
+    "indexer_cp": print,
+    "packed_queries": 4,
+    "idx_k_cache": torch.zeros(PAGE, 1, DIM).to(FP8),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("prefill", {name: value}) for name, value in PREFILL.items()]
+    + [("decode", {name: value}) for name, value in DECODE.items()],
+    ids=lambda part: part if isinstance(part, str) else next(iter(part)),
+)
+def test_what_is_left_to_sglang(kind, change, caplog):
+    """The arguments are passed on as they came, and the log says why, once."""
+    draw = drawn("left")
+    batch = decoding(draw)
+    made = prefill_of if kind == "prefill" else decode_of
+    arguments = made(draw, batch, Parameters(4, 0, 1)) | change
+    seen = []
+
+    def original(*given, **named):
+        seen.append((given, named))
+        return "SGLang's"
+
+    with caplog.at_level(logging.INFO, logger="sglang.msa_tiles"):
+        for _ in range(2):
+            assert getattr(hooks, kind)(
+                original, arguments["q"], **{k: v for k, v in arguments.items() if k != "q"}
+            ) == ("SGLang's")
+    assert all(given == (arguments["q"],) and named.keys() == arguments.keys() - {"q"} for given, named in seen)
+    assert len(seen) == 2 and len(caplog.records) == 1
+    assert f"leaves {kind} of MiniMax M3 to SGLang" in caplog.text
+
+
+def test_deterministic_inference_is_sglangs(monkeypatch, caplog):
+    draw = drawn("deterministic")
+    context = SimpleNamespace(
+        get_exec=lambda: SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "sglang.srt", SimpleNamespace(__path__=[]))
+    with caplog.at_level(logging.INFO, logger="sglang.msa_tiles"):
+        assert (
+            hooks.decode(lambda **named: "SGLang's", **decode_of(draw, decoding(draw), Parameters(4, 0, 1)))
+            == "SGLang's"
+        )
+    assert "SGLang is to be deterministic" in caplog.text
+
+
+def test_what_no_kernel_serves_is_sglangs(monkeypatch, caplog):
+    draw = drawn("refused")
+    arguments = decode_of(draw, decoding(draw), Parameters(4, 0, 1))
+    tried = Counter()
+
+    def refuse(*given, **named):
+        tried["msa_decode"] += 1
+        raise NoKernelError("no kernel serves this call")
+
+    monkeypatch.setattr(ops, "msa_decode", refuse)
+    for _ in range(2):
+        assert hooks.decode(lambda **named: "SGLang's", **arguments) == "SGLang's"
+    assert tried["msa_decode"] == 1 and [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_wrong_arguments_are_named():
+    draw = drawn("wrong")
+    batch = decoding(draw)
+    wrong = torch.zeros(batch.num_kv_heads, 1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^topk_out: got shape .*; wanted \["):
+        hooks.decode(never, **decode_of(draw, batch, Parameters(4, 0, 1), topk_out=wrong))
+
+
+@pytest.fixture(scope="module")
+def files():
+    return source_of("sglang", "MSA_TILES_SGLANG_FILES")
+
+
+@pytest.fixture
+def sglang(files):
+    """SGLang's module of these functions, its Triton kernels hollow, and its registry of hooks."""
+    finder = Finder(files, "sglang", REAL)
+    names = {
+        "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_USE_AITER=SimpleNamespace(get=lambda: False))},
+        "sglang.srt.utils": {"is_hip": lambda: False, "is_gfx95_supported": lambda: False},
+        "sglang.srt.runtime_context": {},
+        "sglang.kernels.ops.attention.minimax_sparse.common.utils": {
+            "get_cu_seqblocks": lambda *given: (None, 1, 1, 0, 0, 0)
+        },
+    }
+    quiet = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
+    names["sglang.srt.runtime_context"]["get_exec"] = lambda: quiet
+    with standing_in(finder, names):
+        yield SimpleNamespace(
+            sparse=importlib.import_module(SPARSE), registry=importlib.import_module(REAL[1]).HookRegistry
+        )
+
+
+def test_the_plugin_wraps_sglangs_functions(sglang, caplog, monkeypatch):
+    """What imported them before is wrapped, too; a call that is not ours still reaches SGLang's own function."""
+    monkeypatch.delenv("MSA_TILES_SGLANG", raising=False)
+    before = sglang.sparse.minimax_sparse_decode
+    plugins.sglang()
+    sglang.registry.apply_hooks()
+    sglang.registry.apply_hooks()
+    assert sglang.sparse.minimax_sparse_decode.__wrapped__ is before
+    draw = drawn("plugin")
+    given = Parameters(4, 1, 2)
+    with caplog.at_level(logging.INFO, logger="sglang.msa_tiles"):
+        batch = decoding(draw)
+        arguments = decode_of(draw, batch, given)
+        for _ in range(2):
+            check(batch, given, sglang.sparse.minimax_sparse_decode(**arguments)[1], None)
+        batch = draw_prefill(draw)
+        check(batch, given, sglang.sparse.minimax_sparse_prefill(**prefill_of(draw, batch, given))[1], None)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and said[0].startswith("msa_tiles serves MiniMax M3's decode (")
+
+    ids = torch.zeros(1, 1, 4, dtype=torch.int32)
+    sglang.sparse.flash_decode_with_topk_idx = lambda **named: (None, ids, None)
+    sglang.sparse.flash_decode_with_gqa_share_sparse = lambda **named: named["topk_idx"]
+    assert sglang.sparse.minimax_sparse_decode(**arguments | {"sink": torch.zeros(1)}) == (None, ids)
+
+
+def test_index_keys_of_fewer_bits_than_queries(sglang):
+    """On Hopper SGLang keeps index keys in e4m3 and queries in BF16: its indexer selects, ours attends."""
+    draw = drawn("widened")
+    given, batch = Parameters(4, 0, 1), draw_prefill(draw, dtype=FP8, index_dtype=FP8)
+    batch.idx_q = batch.idx_q.to(torch.bfloat16)
+    arguments = prefill_of(draw, batch, given)
+    want, seen = batch.selections(given), {}
+    ascending = torch.where(want < 0, 1 << 20, want).sort(-1)[0].where(want >= 0, -1)
+
+    def select(**named):
+        seen.update(named)
+        return None, ascending
+
+    sglang.sparse.flash_prefill_with_topk_index = select
+    _, out, ids = hooks.prefill(sglang.sparse.minimax_sparse_prefill, **arguments, return_topk_idx=True)
+    assert ids is ascending
+    check(batch, given, out, ids)
+    assert seen["q"] is batch.idx_q and seen["k_cache"] is arguments["idx_k_cache"]
+
+
+def arguments_of(files, module, name):
+    text, _ = files.read(module)
+    [found] = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    given = found.args
+    assert not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    names = [argument.arg for argument in given.args]
+    defaults = [ast.literal_eval(default) for default in given.defaults]
+    return names, dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+
+
+def test_arguments_are_those_of_this_sglang(files):
+    for name, ours in (("minimax_sparse_prefill", Prefill), ("minimax_sparse_decode", Decode)):
+        names, defaults = arguments_of(files, SPARSE, name)
+        assert list(ours._fields) == names and ours._field_defaults == defaults
+
+
+def test_its_indexer_takes_what_ours_hands_on(files):
+    """The names that `hooks` passes to SGLang's indexer are arguments of it."""
+    module = "sglang.kernels.ops.attention.minimax_sparse.prefill.flash_with_topk_idx"
+    names, _ = arguments_of(files, module, "flash_prefill_with_topk_index")
+    [call] = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(hooks)))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "flash_prefill_with_topk_index"
+    ]
+    handed = {keyword.arg for keyword in call.keywords}
+    assert handed <= set(names) and {*names} - handed == {"use_tma", "v_scale"}
