@@ -4,28 +4,22 @@ Grid: a CTA for every KV head of every tile slot, the tiles with the longest pre
 others end at 65,535. A tile is 128 consecutive queries of one request; slots follow msa_tiles.dsl.tilelang.varlen, and
 the slots past the last request pad the rows that belong to nobody.
 
-Warps
-  0 .. 3   epilogue: thread i reads row i of every product, keeps its maximum and the row's top-k list
-  4        producer: loads Q once, then streams the index keys, one block a stage
-  5        multiplies: S = Q K^T for every block and head in turn
-  6, 7     idle: tensor memory is given to whole warpgroups
+# <- cta
 
-Pipelines (name: depth, arrivals)
-  q_full: 1, 32 producer threads + TMA bytes
-  k_full: STAGES, 32 producer threads + TMA bytes     k_free: STAGES, 1 commit of the products that read it
-  s_full: ACCUMULATORS, 1 commit of the product       s_free: ACCUMULATORS, all epilogue threads
-
-Tensor memory holds S [ACCUMULATORS, 128 lanes, block_size columns] float32: a product is reduced, COLUMNS at a time,
-while the next one is multiplied. A row and its list belong to one thread, so that nothing is shuffled and no lists are
-merged. With several index heads per KV head the maximum also runs over the heads.
+A product is reduced, COLUMNS at a time, while the next one is multiplied. A row and its list belong to one thread, so
+that nothing is shuffled and no lists are merged. With several index heads per KV head the maximum also runs over the
+heads.
 """
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Columns, Pipeline, Role, Table, buffer, commits, declares, threads
 from msa_tiles.dsl.tilelang import topk as top
 from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.scores import block_max
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
+from msa_tiles.dsl.tilelang.tensor_memory import make_tiles
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
@@ -40,6 +34,34 @@ PASS_CONFIGS = {
 ROWS = 128
 
 
+@declares
+def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
+    return Table(
+        roles=(
+            Role(
+                "epilogue",
+                4,
+                "thread i reads row i of every product, keeps its maximum and the row's top-k list",
+            ),
+            Role("producer", 1, "loads Q once, then streams the index keys, one block a stage"),
+            Role("issuer", 1, "multiplies: S = Q K^T for every block and head in turn"),
+            Role("idle", 2, "nothing: tensor memory is given to whole warpgroups"),
+        ),
+        pipelines=(
+            Pipeline("q", 1, (threads("producer"),), fills=("queries",)),
+            Pipeline("k", STAGES, (threads("producer"),), (commits("issuer"),), fills=("keys",)),
+            Pipeline("s", ACCUMULATORS, (commits("issuer"),), (threads("epilogue"),)),
+        ),
+        buffers=(
+            buffer("queries", ELEMENT, align=1024, heads=heads_per_group, rows=ROWS, head_dim=head_dim),
+            buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            buffer("maxima", "float32", rows=ROWS),
+        ),
+        tensor_memory=(Columns("S", ACCUMULATORS, block_size, "float32"),),
+        static=TILELANG,
+    )
+
+
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
     """Build the kernel for one index dim, block size, list capacity (topk) and number of index heads per KV head.
 
@@ -47,6 +69,8 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
     """
+    table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block)
+    producer, issuer, idle = (table.first_warp(role) * 32 for role in ("producer", "issuer", "idle"))
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
@@ -153,16 +177,16 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
         local_blocks: T.int32,
         order: T.int32,
     ):
-        with T.Kernel(num_kv_heads * (total_q // ROWS + num_starts), threads=256) as cta:
-            Q_shared = T.alloc_shared([heads_per_group, ROWS, head_dim], ELEMENT)
-            K_shared = T.alloc_shared([STAGES, block_size, head_dim], ELEMENT)
-            max_shared = T.alloc_shared([ROWS], "float32", scope="shared.dyn")
-            S = T.alloc_tmem([ACCUMULATORS, ROWS, block_size], "float32")
-            q_full = T.alloc_barrier(arrive_count=32)
-            k_full = T.alloc_barrier(arrive_count=[32] * STAGES)
-            k_free = T.alloc_barrier(arrive_count=[1] * STAGES)
-            s_full = T.alloc_barrier(arrive_count=[1] * ACCUMULATORS)
-            s_free = T.alloc_barrier(arrive_count=[128] * ACCUMULATORS)
+        with T.Kernel(num_kv_heads * (total_q // ROWS + num_starts), threads=table.threads) as cta_index:
+            Q_shared = make_buffer(table, "queries")
+            K_shared = make_buffer(table, "keys")
+            max_shared = make_buffer(table, "maxima")
+            S = make_tiles(table, "S", "float32", 32)
+            q_full = make_barrier(table, "q_full")
+            k_full = make_barrier(table, "k_full")
+            k_free = make_barrier(table, "k_free")
+            s_full = make_barrier(table, "s_full")
+            s_free = make_barrier(table, "s_free")
             request = T.alloc_local([1], "int32")
             least = T.alloc_local([1], "int32")
             most = T.alloc_local([1], "int32")
@@ -173,8 +197,8 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             head = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            head = T.truncmod(cta, num_kv_heads)
-            slot = total_q // ROWS + num_starts - 1 - T.truncdiv(cta, num_kv_heads)
+            head = T.truncmod(cta_index, num_kv_heads)
+            slot = total_q // ROWS + num_starts - 1 - T.truncdiv(cta_index, num_kv_heads)
             last_tile_at_most(cu_seqlens_q, num_starts, ROWS, slot, request)
             first_token = cu_seqlens_q[request[0]] + (slot - cu_seqlens_q[request[0]] // ROWS - request[0]) * ROWS
             length = 0
@@ -191,12 +215,12 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                 )  # fmt: skip
                 num_blocks = T.max(most[0] + block_size, 0) // block_size
             if first_token < end_token:
-                if tx < 128:
+                if tx < producer:
                     consume(
                         tx, S, max_shared, s_full, s_free, head, first_token, end_token, first_limit, length,
                         num_blocks, q_positions, use_positions, init_blocks, local_blocks, order, out,
                     )  # fmt: skip
-                elif tx < 160:
+                elif tx < issuer:
                     if num_blocks > 0:
                         key_row = cu_seqlens_k[request[0]]
                         for r in T.unroll(heads_per_group):
@@ -213,7 +237,7 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                                 block_size, head_dim, pages_per_block, box_columns(head_dim, ELEMENT),
                             )  # fmt: skip
                             T.barrier_arrive(k_full[block % STAGES])
-                elif tx < 192:
+                elif tx < idle:
                     multiply(Q_shared, K_shared, S, q_full, k_full, k_free, s_full, s_free, num_blocks)
             # Warp 0 gives the tensor memory back, and must not before the other warps have read it.
             T.sync_threads()

@@ -4,25 +4,10 @@ Grid: one persistent CTA per SM. A task is one KV block of one KV head with a ru
 selected it; tasks are claimed through one atomic counter, head after head, so that the window's queries of the head in
 work stay in L2. A tile is 128 rows of a task's queries.
 
-Warps
-  0 .. 3, 4 .. 7   softmax warpgroups, the tiles in turn: thread i has row i of S, of P and of the partial output
-  8                claims tasks and brings their edges to shared memory
-  9                gathers the query rows of every tile by TMA
-  10               multiplies: S = Q K^T of a tile, then O = P V of the tile before it
-  11               loads K and V of every task
+# <- cta
 
-Pipelines (name: depth, arrivals)
-  task_full: TASKS, 32 claiming threads              task_free: TASKS, the 352 threads that read the task
-  kv_full: KV_STAGES, 32 loading threads + TMA bytes kv_free: KV_STAGES, 1 commit of the last product that reads it
-  q_full: Q_STAGES, 32 gathering threads + TMA bytes q_free: Q_STAGES, 1 commit of S
-  s_full: 1 per warpgroup, 1 commit of S             p_full: 1 per warpgroup, its 128 threads
-  o_full: 1 per warpgroup, 1 commit of O             o_free: 1, the 128 threads that held O
-
-Shared memory holds a ring of KV blocks, K and V of one task after the other; the tiles of Q, and behind them one tile
-for each warpgroup, where its normalised partial output stands on the way to global memory; and the tasks with their
-edges. Tensor memory holds S [2, 128 lanes, block_size columns] and O [128 lanes, head_dim columns] in float32 and P
-[2, 128 lanes, block_size] in BF16, two elements a column. A warpgroup stores P once it holds S, so p_full frees S as
-well, and stores the next P once it has seen O.
+The ring holds K and V of one task after the other. A warpgroup stores P once it holds S, so p_full frees S as well, and
+stores the next P once it has seen O.
 
 The S of a tile is issued before the O of the tile before it, so that it is multiplied while the other warpgroup is
 busy with its softmax. At the end of a task that S is the next task's, and its K must come while V is in use: the ring
@@ -39,10 +24,13 @@ request's keys. A task has at most CHUNK edges.
 
 import tilelang.language as T
 
+from msa_tiles.dsl.table import TILELANG, Columns, Pipeline, Role, Table, buffer, commits, declares, threads
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 from msa_tiles.dsl.tilelang.stages import load_stage
+from msa_tiles.dsl.tilelang.tensor_memory import make_tiles
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 KV_STAGES = 3  # <- tile.kv_stages
@@ -61,6 +49,54 @@ CHUNK = 128
 LN_2 = 0.6931471805599453
 # Fields of a task in shared memory; a task without edges ends the work.
 HEAD, KEY_ROW, NUM_EDGES, EXTENT, FIELDS = 0, 1, 2, 3, 4
+SOFTMAXES = 2
+
+
+@declares
+def cta(head_dim, block_size, group, pages_per_block):
+    readers = tuple(threads(role) for role in ("softmax_even", "softmax_odd", "gatherer", "issuer", "loader"))
+    turn = threads("softmax_even")  # or of the other one, whose turn it is
+    does = "thread i has row i of S, of P and of the partial output of every second tile"
+    return Table(
+        roles=(
+            Role("softmax_even", 4, f"{does}, from the first on", CONSUMER_REGISTERS),
+            Role("softmax_odd", 4, f"{does}, from the second on", CONSUMER_REGISTERS),
+            Role("claimer", 1, "claims tasks and brings their edges to shared memory", PRODUCER_REGISTERS),
+            Role("gatherer", 1, "gathers the query rows of every tile by TMA", PRODUCER_REGISTERS),
+            Role(
+                "issuer", 1, "multiplies: S = Q K^T of a tile, then O = P V of the tile before it", PRODUCER_REGISTERS
+            ),
+            Role("loader", 1, "loads K and V of every task", PRODUCER_REGISTERS),
+        ),
+        pipelines=(
+            Pipeline("task", TASKS, (threads("claimer"),), readers),
+            Pipeline(
+                "kv", KV_STAGES, (threads("loader"),), (commits("issuer"),), ("blocks",),
+                note="behind the last product that reads it",
+            ),
+            Pipeline("q", Q_STAGES, (threads("gatherer"),), (commits("issuer"),), ("queries",)),
+            Pipeline("s", SOFTMAXES, (commits("issuer"),), note="stage 1 is softmax_odd's"),
+            Pipeline("p", SOFTMAXES, (turn,), note="likewise"),
+            Pipeline("o", SOFTMAXES, (commits("issuer"),), note="likewise"),
+            Pipeline("o_taken", 1, (turn,), note="by the one that held O"),
+        ),
+        buffers=(
+            buffer("blocks", ELEMENT, align=1024, stages=KV_STAGES, block_size=block_size, head_dim=head_dim),
+            buffer("queries", ELEMENT, align=1024, stages=Q_STAGES, rows=ROWS, head_dim=head_dim),
+            buffer(
+                "staging", ELEMENT, align=1024, note="the partial output of each softmax on its way out",
+                softmaxes=SOFTMAXES, rows=ROWS, head_dim=head_dim,
+            ),
+            buffer("task", "int32", static=True, stages=TASKS, fields=FIELDS),
+            buffer("edges", "int32", static=True, stages=TASKS, chunk=CHUNK),
+        ),
+        tensor_memory=(
+            Columns("S", SOFTMAXES, block_size, "float32"),
+            Columns("P", SOFTMAXES, block_size // 2, "pairs of elements"),
+            Columns("O", 1, head_dim, "float32"),
+        ),
+        static=TILELANG,
+    )  # fmt: skip
 
 
 def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block: int):
@@ -70,6 +106,10 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     schedule, and writes partial_out [window, topk, num_q_heads, head_dim] and partial_lse [window, topk, num_q_heads]
     (natural logarithm) for every edge of the window. scale_log2 is the softmax scale times log2(e).
     """
+    table = cta(head_dim, block_size, group, pages_per_block)
+    odd, claimer, gatherer, issuer, loader = (
+        table.first_warp(role) * 32 for role in ("softmax_odd", "claimer", "gatherer", "issuer", "loader")
+    )
     rows_per_query = max(group, 8)
     queries = ROWS // rows_per_query
     halves = head_dim // 64
@@ -212,7 +252,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
     @T.macro
     def multiply(
         Q_shared, KV_shared, S, P, O, task_shared, task_full, task_free, kv_full, kv_free, q_full, q_free,
-        s_full, p_full, o_full, o_free,
+        s_full, p_full, o_full, o_taken,
     ):  # fmt: skip
         """S of every tile, then O of the tile before; the end of the work is a step with an O alone."""
         turn = T.alloc_var("int32")
@@ -258,11 +298,15 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 if step > 0:
                     before = step - 1
                     T.barrier_wait(kv_full[v_place % KV_STAGES], (v_place // KV_STAGES) & 1)
-                    T.barrier_wait(o_free, (before & 1) ^ 1)
+                    T.barrier_wait(o_taken, (before & 1) ^ 1)
                     T.barrier_wait(p_full[before & 1], (before >> 1) & 1)
                     T.tcgen05_after_thread_sync()
                     T.tcgen05_gemm(
-                        P[before & 1, :, :], KV_shared[v_place % KV_STAGES, :, :], O, clear_accum=True, mbar=None
+                        P[before & 1, :, :],
+                        KV_shared[v_place % KV_STAGES, :, :],
+                        O[0, :, :],
+                        clear_accum=True,
+                        mbar=None,
                     )
                     if v_last > 0:
                         T.tcgen05_mma_arrive(kv_free[v_place % KV_STAGES])
@@ -275,8 +319,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     @T.macro
     def attend(
-        w, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
-        p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
+        w, O_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
+        p_full, o_full, o_taken, partial_out, partial_lse, scale_log2,
     ):  # fmt: skip
         """Softmax and epilogue of every second tile."""
         scores = T.alloc_fragment([ROWS, block_size], "float32")
@@ -336,23 +380,23 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     row_sum[i] = 1.0 / row_sum[i]
                 T.barrier_wait(o_full[w], phase)
                 phase = phase ^ 1
-                T.copy(O, result)
+                T.copy(O[0, :, :], result)
                 T.tcgen05_before_thread_sync()
-                T.barrier_arrive(o_free)
+                T.barrier_arrive(o_taken)
                 for i, j in T.Parallel(ROWS, head_dim):
                     result[i, j] = result[i, j] * row_sum[i]
                 # Only the thread that issued the stores waits here; the others learn of it through the barrier.
                 T.tma_store_wait(0)
                 T.sync_threads(8 + w, 128)
-                T.copy(result, Q_shared[Q_STAGES + w, :, :])
+                T.copy(result, O_shared[w, :, :])
                 T.fence_proxy_async()
                 T.sync_threads(8 + w, 128)
                 for r in T.unroll(queries):
                     edge = edges_shared[turn % TASKS, tile * queries + r]
                     for half in T.unroll(halves):
                         T.tma_copy(
-                            Q_shared[
-                                Q_STAGES + w,
+                            O_shared[
+                                w,
                                 r * rows_per_query : r * rows_per_query + group,
                                 half * 64 : half * 64 + 64,
                             ],
@@ -385,52 +429,53 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
         window_index: T.int32,
         num_ctas: T.int32,
     ):
-        with T.Kernel(num_ctas, threads=384):
-            KV_shared = T.alloc_shared([KV_STAGES, block_size, head_dim], ELEMENT)
-            Q_shared = T.alloc_shared([Q_STAGES + 2, ROWS, head_dim], ELEMENT)
-            task_shared = T.alloc_shared([TASKS, FIELDS], "int32", scope="shared")
-            edges_shared = T.alloc_shared([TASKS, CHUNK], "int32", scope="shared")
-            S = T.alloc_tmem([2, ROWS, block_size], "float32")
-            P = T.alloc_tmem([2, ROWS, block_size], ELEMENT)
-            O = T.alloc_tmem([ROWS, head_dim], "float32")
-            task_full = T.alloc_barrier(arrive_count=[32] * TASKS)
-            task_free = T.alloc_barrier(arrive_count=[352] * TASKS)
-            kv_full = T.alloc_barrier(arrive_count=[32] * KV_STAGES)
-            kv_free = T.alloc_barrier(arrive_count=[1] * KV_STAGES)
-            q_full = T.alloc_barrier(arrive_count=[32] * Q_STAGES)
-            q_free = T.alloc_barrier(arrive_count=[1] * Q_STAGES)
-            s_full = T.alloc_barrier(arrive_count=[1] * 2)
-            p_full = T.alloc_barrier(arrive_count=[128] * 2)
-            o_full = T.alloc_barrier(arrive_count=[1] * 2)
-            o_free = T.alloc_barrier(arrive_count=128)
+        with T.Kernel(num_ctas, threads=table.threads):
+            KV_shared = make_buffer(table, "blocks")
+            Q_shared = make_buffer(table, "queries")
+            O_shared = make_buffer(table, "staging")
+            task_shared = make_buffer(table, "task")
+            edges_shared = make_buffer(table, "edges")
+            S = make_tiles(table, "S", "float32", 32)
+            P = make_tiles(table, "P", ELEMENT, 16)
+            O = make_tiles(table, "O", "float32", 32)
+            task_full = make_barrier(table, "task_full")
+            task_free = make_barrier(table, "task_free")
+            kv_full = make_barrier(table, "kv_full")
+            kv_free = make_barrier(table, "kv_free")
+            q_full = make_barrier(table, "q_full")
+            q_free = make_barrier(table, "q_free")
+            s_full = make_barrier(table, "s_full")
+            p_full = make_barrier(table, "p_full")
+            o_full = make_barrier(table, "o_full")
+            o_taken = make_barrier(table, "o_taken_full")
             tx = T.get_thread_binding()
-            if tx >= 256:
+            if tx >= claimer:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if tx < 288:
+                if tx < gatherer:
                     claim_tasks(
-                        tx - 256, task_shared, edges_shared, task_full, task_free, edges, tasks, counts, claims,
+                        tx - claimer, task_shared, edges_shared, task_full, task_free, edges, tasks, counts, claims,
                         window_index,
                     )  # fmt: skip
-                elif tx < 320:
+                elif tx < issuer:
                     gather(q, Q_shared, task_shared, edges_shared, task_full, task_free, q_full, q_free, window_index)
-                elif tx < 352:
+                elif tx < loader:
                     multiply(
                         Q_shared, KV_shared, S, P, O, task_shared, task_full, task_free, kv_full, kv_free, q_full,
-                        q_free, s_full, p_full, o_full, o_free,
+                        q_free, s_full, p_full, o_full, o_taken,
                     )  # fmt: skip
                 else:
                     load_blocks(k, v, page_table, KV_shared, task_shared, task_full, task_free, kv_full, kv_free)
-            elif tx < 128:
+            elif tx < odd:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 attend(
-                    0, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
-                    p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
+                    0, O_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
+                    p_full, o_full, o_taken, partial_out, partial_lse, scale_log2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 attend(
-                    1, Q_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
-                    p_full, o_full, o_free, partial_out, partial_lse, scale_log2,
+                    1, O_shared, KV_shared, S, P, O, task_shared, edges_shared, task_full, task_free, kv_full, s_full,
+                    p_full, o_full, o_taken, partial_out, partial_lse, scale_log2,
                 )  # fmt: skip
             # Warp 0 gives the tensor memory back, and must not before the other warps have read it.
             T.sync_threads()
