@@ -41,7 +41,7 @@ class Attention(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A validated call of attention. ``deterministic`` is about its gradients."""
+    """A validated call of attention. ``deterministic`` is about gradients, ``batch_invariant`` about results."""
 
     operands: Attention
     block_size: int
@@ -49,6 +49,7 @@ class AttentionCall(NamedTuple):
     workspace_bytes: int
     deterministic: bool
     backend: str
+    batch_invariant: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +117,7 @@ def validated(
     workspace: int | Tensor | None,
     deterministic: bool,
     backend: str,
+    batch_invariant: bool,
 ) -> tuple[AttentionCall, Tensor | None]:
     """Check everything; the call, and the caller's scratch tensor, if any."""
     block_size, operands = validate.plain(block_size), operands._replace(where=operands.where.plain())
@@ -125,6 +127,7 @@ def validated(
     total_q, _, head_dim = q.shape
     validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
     backends.check(backend, q.device)
+    validate.boolean("batch_invariant", batch_invariant)
     where.validate(total_q, q, "q", k)
     if check:
         contents.check_where(where, total_q, k)
@@ -136,7 +139,7 @@ def validated(
     scratch, scratch_bytes = workspace_or_bytes(workspace, q, "q")
     scale = validate.softmax_scale(softmax_scale, head_dim)
     call = AttentionCall(
-        operands._replace(schedule=made), block_size, scale, scratch_bytes, deterministic, backend
+        operands._replace(schedule=made), block_size, scale, scratch_bytes, deterministic, backend, batch_invariant
     )  # fmt: skip
     return call, scratch
 

@@ -63,6 +63,7 @@ class StepCall(NamedTuple):
     softmax_scale: float
     num_blocks: int
     backend: str
+    batch_invariant: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +114,7 @@ def validated(
     local_blocks: int,
     softmax_scale: float | None,
     backend: str,
+    batch_invariant: bool,
 ) -> StepCall:
     """Check everything."""
     operands = operands._replace(where=operands.where.plain())
@@ -130,7 +132,10 @@ def validated(
     indexer.kv_heads("idx_q", idx_q.shape[1], topk, num_kv_heads, block_size, init_blocks, local_blocks, "ascending")
     num_blocks = indexer.score_width(operands.of_indexer, block_size, False, None)
     scale = validate.softmax_scale(softmax_scale, q.shape[2])
-    return StepCall(operands, topk, block_size, init_blocks, local_blocks, scale, num_blocks, backend)
+    validate.boolean("batch_invariant", batch_invariant)
+    return StepCall(
+        operands, topk, block_size, init_blocks, local_blocks, scale, num_blocks, backend, batch_invariant
+    )  # fmt: skip
 
 
 def check_beside(idx_q: Any, idx_k: Any, q: Tensor, k: Tensor, paged: bool) -> None:

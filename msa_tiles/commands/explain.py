@@ -48,6 +48,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--keys", type=int, metavar="N", help="keys of each request (default: as many as queries)")
     parser.add_argument("--requests", type=int, default=1, metavar="N", help="requests of the call (default 1)")
     parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="with --queries: a call with batch_invariant=True"
+    )
     add_json(parser, "what is shown")
     parser.set_defaults(func=run)
 
@@ -121,6 +124,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
         if value is not None and not 0 <= value <= MOST_TOKENS:
             raise ValueError(f"{option} is {value:,}, wanted 0 to {MOST_TOKENS:,}")
     at_least("--requests", args.requests, 1)
+    if not args.queries and args.batch_invariant:
+        raise ValueError("--batch-invariant needs --queries: the query tokens of each request")
     if not args.queries and (args.keys is not None or args.requests != 1):
         raise ValueError("--keys and --requests need --queries: the query tokens of each request")
 
@@ -143,6 +148,10 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, registry:
     precisions = [args.precision] if args.precision in registry.precisions else group
     keys = args.queries if args.keys is None else args.keys
     call = call_of(args.op, dims, precisions, args.queries, keys, args.requests, registry)
+    if args.batch_invariant:
+        if "batch_invariant" not in inspect.signature(getattr(operators, args.op)).parameters:
+            raise ValueError(f"--batch-invariant: {args.op} has no such argument")
+        call["batch_invariant"] = True
     backend = {} if args.op == "build_schedule" else {"backend": args.backend}
     told = explain(getattr(operators, args.op), **call, **backend, device=name)
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))

@@ -253,6 +253,10 @@ def _report(
                 if found is not None:
                     expected[id(entry)] = found
             notes += assumed
+    if bound.get("batch_invariant"):
+        notes.append(
+            "batch_invariant: the bits of a row depend on nothing else in the batch; calls without it were timed."
+        )
     whole = _whole(op, met, expected, facts)
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     return Explanation(op, str(facts), facts.target, runs, kernels, *memory, whole, tuple(notes))

@@ -231,7 +231,10 @@ def find(facts: CallFacts, call: AttentionCall, out: Tensor) -> Launch:
     longest_k = operands.longest_k(given)
     sizes = (given.where.num_requests, longest_k, block_size, call.softmax_scale * LOG2_E)
     tile_tokens = TILE_ROWS // max(num_q_heads // num_kv_heads, LEAST_ROWS)
-    shares = HYBRID and given.schedule is None and most >= tile_tokens and lookup.aligned(out)
+    # Which blocks a tile shares depends on the neighbours; a block's partial results, and their order, on nothing.
+    shares = (
+        HYBRID and not call.batch_invariant and given.schedule is None and most >= tile_tokens and lookup.aligned(out)
+    )
     if shares and lookup.part_serves(facts, backend, "shared_attention", facts.variant, facts.features):
         merger = _find(facts, backend, "shared_attention", facts.variant)
         block_bytes = block_size * head_dim * (given.k.element_size() + given.v.element_size())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,10 @@ LOG2_E = math.log2(math.e)
 
 # Microseconds on an H100, to weigh splits: one block of one CTA, a CTA's start, a merge.
 BLOCK_COST, START_COST, MERGE_COST = 2.5, 2.0, 2.5
+
+# Slots of a split where the number of splits must not depend on how many rows there are: few rows are then read by a
+# quarter of what would be fastest, and many rows have merges that they would not need.
+INVARIANT_SLOTS = 4
 
 # CTAs of decode_score on a multiprocessor: its two stages of keys fit twice.
 SCORE_CTAS = 2
@@ -169,7 +174,7 @@ def prepare(call: AttentionCall) -> Launch | None:
         lookup.find_kernel(facts, call.backend)
         return None
     q, (num_kv_heads, _, topk) = call.operands.q, call.operands.block_indices.shape
-    splits = splits_for(q, num_kv_heads, topk, call.workspace_bytes)
+    splits = splits_for(q, num_kv_heads, topk, call.workspace_bytes, call.batch_invariant)
     return _find_launch(facts, call.backend, q, splits, call.softmax_scale)
 
 
@@ -192,10 +197,20 @@ def _find_launch(facts: CallFacts, backend: str, q: Tensor, splits: int, softmax
     )
 
 
-def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int) -> int:
-    """The number of splits of a call, from shapes and the workspace's bound."""
+def splits_for(q: Tensor, num_kv_heads: int, topk: int, workspace_bytes: int, batch_invariant: bool) -> int:
+    """The number of splits of a call, from shapes and the workspace's bound; ``batch_invariant`` ones from topk alone.
+
+    Raises ValueError for a workspace that does not hold the latter.
+    """
     total_q, num_q_heads, head_dim = q.shape
-    most = workspace_bytes // split_bytes(total_q, num_q_heads, head_dim)
+    one = split_bytes(total_q, num_q_heads, head_dim)
+    if batch_invariant:
+        splits = max(-(-topk // INVARIANT_SLOTS), 1)
+        if splits > 1 and splits * one > workspace_bytes:
+            wanted = f"at least {splits * one} with batch_invariant, for {splits} splits of {total_q} queries"
+            validate.refuse("workspace", f"{workspace_bytes} bytes", wanted)
+        return splits
+    most = workspace_bytes // one
     return choose_splits(total_q * num_kv_heads, topk, num_sms(q.device.index), most)
 
 
@@ -204,9 +219,12 @@ def split_bytes(total_q: int, num_q_heads: int, head_dim: int) -> int:
     return max(1, workspaces.partial_bytes(total_q, num_q_heads, head_dim))
 
 
-def step_bytes(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int) -> tuple[int, int]:
+def step_bytes(
+    q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, num_blocks: int, batch_invariant: bool
+) -> tuple[int, int]:
     """The workspace of a step: bytes of the scores, rounded up to `PART`, and of the partial results behind them."""
-    splits = splits_for(q, num_kv_heads, topk, WORKSPACE_BYTES)
+    bound = sys.maxsize if batch_invariant else WORKSPACE_BYTES
+    splits = splits_for(q, num_kv_heads, topk, bound, batch_invariant)
     scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
     return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
 
@@ -269,14 +287,16 @@ def prepare_step(call: StepCall) -> StepLaunch | None:
         lookup.broken_rules("decode_topk", topk=call.topk, max_blocks=call.num_blocks)
         + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
         + lookup.oversized_table(where, block_size),
-        queries=q.shape[0],
+        queries=lookup.size_of("sparse_decode", q.shape[0], call.batch_invariant),
         heads=max(q.shape[1], idx_q.shape[1]),
     )
     variant = index.variant(given.of_indexer, block_size)
     of_index = lookup.precision(query=idx_q, index_key=formats.stored(given.idx_k, given.index_k_scale))
     scorer = lookup.part_kernel(facts, backend, "decode_score", variant, facts.features, of_index)
-    score_bytes, partial_bytes = step_bytes(q, idx_q, call.topk, k.shape[1], call.num_blocks)
-    splits = splits_for(q, k.shape[1], call.topk, partial_bytes)
+    score_bytes, partial_bytes = step_bytes(
+        q, idx_q, call.topk, k.shape[1], call.num_blocks, call.batch_invariant
+    )  # fmt: skip
+    splits = splits_for(q, k.shape[1], call.topk, partial_bytes, call.batch_invariant)
     attention = _find_launch(facts, backend, q, splits, call.softmax_scale)
     if call.num_blocks == 0 or where.num_requests == 0 or 0 in (q.numel(), k.numel(), idx_q.numel()):
         return None

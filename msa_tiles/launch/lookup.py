@@ -19,6 +19,15 @@ from msa_tiles.spec import load
 MOST_HEADS = 65_535
 
 
+# The size by which a kernel is chosen that must be the same for every size.
+INVARIANT_SIZES = {"sparse_attention": 32_768, "sparse_decode": 64}
+
+
+def size_of(op: str, queries: int, batch_invariant: bool) -> int:
+    """The number of queries by which the kernels of a call are chosen among those that were measured."""
+    return INVARIANT_SIZES[op] if batch_invariant else queries
+
+
 def precision(**tensors: Tensor | str) -> str:
     """The precision of a call whose tensors of these roles are stored like that, or as `formats.stored` says.
 

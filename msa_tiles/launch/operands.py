@@ -32,7 +32,7 @@ def facts(op: str, call: AttentionCall, **own_dims: int) -> CallFacts:
         (q, k, v),
         lookup.broken_rules("sparse_attention", topk=operands.block_indices.shape[2])
         + lookup.oversized_table(where, block_size),
-        queries=q.shape[0],
+        queries=lookup.size_of(op, q.shape[0], call.batch_invariant),
         heads=q.shape[1],
     )
 

@@ -44,6 +44,7 @@ def msa_attention(
     return_kl: bool = False,
     return_block_indices: bool = False,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """`select_blocks`, then `sparse_attention` over what it chose, and the `index_kl` that trains the choice.
@@ -54,8 +55,8 @@ def msa_attention(
 
     ``out`` and ``lse`` are differentiable in q, k and v, the loss in idx_q and idx_k, and neither in the others: the
     selection has no gradient, and the teacher of the loss is detached. A replay of activation checkpointing selects
-    the same blocks, for the selection is deterministic. The other arguments are those of the three operators. Under
-    ``torch.autocast`` the five tensors are cast.
+    the same blocks, for the selection is deterministic. The other arguments are those of the three operators;
+    ``batch_invariant`` is about out and lse. Under ``torch.autocast`` the five tensors are cast.
     """
     q, k, v, idx_q, idx_k = autograd.autocast(q, k, v, idx_q, idx_k)
     where: dict[str, Any] = {
@@ -104,7 +105,9 @@ def msa_attention(
         "deterministic": deterministic,
         "backend": backend,
     }
-    out, lse = sparse_attention(q, k, v, selected, return_lse=True, check=check, **options)
+    out, lse = sparse_attention(
+        q, k, v, selected, return_lse=True, check=check, batch_invariant=batch_invariant, **options
+    )  # fmt: skip
     results = [out]
     if return_lse:
         results.append(lse)

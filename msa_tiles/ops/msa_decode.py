@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,7 @@ def msa_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     block_indices: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Score the blocks, choose ``topk`` for each query and KV head, attend: for few queries (1 to 32) per request.
@@ -63,6 +66,7 @@ def msa_decode(
     ``out``, ``lse`` and ``block_indices`` int32 [Hkv, T, topk] are the caller's buffers, ``workspace`` a uint8 tensor
     of `decode_workspace_bytes`: with all of them, cu_seqlens_q, and cu_seqlens_k or pages, a call allocates nothing.
     The grids depend on shapes and ``max_seqlen_k`` alone, so that a captured graph serves other lengths and tables.
+    ``batch_invariant`` is that of `sparse_decode`, for calls of one bound of the keys; ids never depend on the batch.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions)
     given = step.operands_of(
@@ -71,7 +75,8 @@ def msa_decode(
     known = None
     if not (check or workspace is None or out is None or lse is None or block_indices is None):
         buffers = (workspace, out, lse, block_indices)
-        scalars = (topk, max_seqlen_q, max_seqlen_k, block_size, init_blocks, local_blocks, softmax_scale, backend)
+        blocks = (block_size, init_blocks, local_blocks)
+        scalars = (topk, max_seqlen_q, max_seqlen_k, *blocks, softmax_scale, backend, batch_invariant)
         known = remember.signature((*given.tensors(), *buffers), scalars)
         launch = _SEEN.get(known)
         if launch is not None:
@@ -87,6 +92,7 @@ def msa_decode(
         local_blocks=local_blocks,
         softmax_scale=softmax_scale,
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     if out is None and lse is None and block_indices is None and workspace is None:
         out, lse, _ = _OPERATOR.functional(call)
@@ -113,15 +119,18 @@ def decode_workspace_bytes(
     idx_q: Tensor | None = None,
     max_seqlen_k: int = 0,
     block_size: int = 128,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes of the ``workspace`` of a decode call on CUDA tensors of these shapes; 0 where it needs none.
 
     For `sparse_decode` q [T, Hq, D] is enough; for `msa_decode` also ``idx_q`` [T, Hi, Di] and ``max_seqlen_k``, the
     bound that the call gives (without one: the rows of flat keys, or max_pages times the page size).
+    ``batch_invariant`` is the call's.
     """
     validate.floating("q", q, "[T, Hq, D]", further=(FP8,))
     topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)
     max_seqlen_k, block_size = validate.plain(max_seqlen_k), validate.plain(block_size)
+    validate.boolean("batch_invariant", batch_invariant)
     validate.integer("topk", topk, 1)
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
@@ -130,7 +139,7 @@ def decode_workspace_bytes(
         return 0
     like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
     num_blocks = 0 if idx_q is None else -(-max_seqlen_k // block_size)
-    return sum(decode.step_bytes(q, like, topk, num_kv_heads, num_blocks))
+    return sum(decode.step_bytes(q, like, topk, num_kv_heads, num_blocks, batch_invariant))
 
 
 def _allocate(call: StepCall) -> tuple[Tensor, ...]:
@@ -144,22 +153,28 @@ def _by_reference(
 ) -> None:
     given = call.operands
     idx_k, k_scale = indexer.reference_keys(given.of_indexer)
-    chosen = reference.select_blocks(
-        given.idx_q,
-        idx_k,
-        call.topk,
-        num_kv_heads=call.num_kv_heads,
-        block_size=call.block_size,
-        init_blocks=call.init_blocks,
-        local_blocks=call.local_blocks,
-        q_scale=given.index_q_scale,
-        k_scale=k_scale,
-        **given.where.keywords(),
-    )
-    block_indices.copy_(chosen)
+    q_scale, total_q = given.index_q_scale, given.q.shape[0]
+    everything: tuple[slice, dict[str, Any]] = (slice(0, total_q), given.where.keywords())
+    parts = [everything]
+    if call.batch_invariant:
+        parts = list(reference.each_alone(total_q, given.k, **given.where.keywords()))
+    for rows, where in parts:
+        block_indices[:, rows] = reference.select_blocks(
+            given.idx_q[rows],
+            idx_k,
+            call.topk,
+            num_kv_heads=call.num_kv_heads,
+            block_size=call.block_size,
+            init_blocks=call.init_blocks,
+            local_blocks=call.local_blocks,
+            q_scale=q_scale[rows] if q_scale is not None and q_scale.dim() == 2 else q_scale,
+            k_scale=k_scale,
+            **where,
+        )
+    attention = given.of_attention(block_indices)
     by_reference(
         AttentionCall(
-            given.of_attention(block_indices), call.block_size, call.softmax_scale, WORKSPACE_BYTES, False, call.backend
+            attention, call.block_size, call.softmax_scale, WORKSPACE_BYTES, False, call.backend, call.batch_invariant
         ),
         out,
         lse,

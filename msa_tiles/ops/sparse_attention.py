@@ -45,6 +45,7 @@ def sparse_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax over the visible tokens of the selected blocks of (<q, k> * softmax_scale)``, times v.
@@ -64,6 +65,11 @@ def sparse_attention(
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
     results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
 
+    With ``batch_invariant`` the bits of a query's row depend neither on what else is in the batch, nor on its place in
+    it, nor on how many queries there are, among calls that are otherwise alike (slots and order of its ids, dtypes,
+    block and page size, scale); values must be finite. Each block is then attended to by itself and merged in the order
+    of the slots, which takes longer. On the CPU it goes query by query.
+
     Differentiable in q, k and v through both results, on flat keys and without the caller's buffers (see
     `sparse_attention_backward`); once. ``deterministic`` is about these gradients: True repeats them bit for bit, None
     follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` q, k and v are cast to its dtype. Quantised
@@ -74,7 +80,7 @@ def sparse_attention(
     given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
     known = None
     if out is not None and not check and schedule is None and k_offset is None:
-        further = (softmax_scale, deterministic, attention.HYBRID, attention.FILL)
+        further = (softmax_scale, deterministic, batch_invariant, attention.HYBRID, attention.FILL)
         known = signature(given, block_size, workspace, out, lse, backend, further)
         launch = _SEEN.get(known)
         if launch is not None:
@@ -88,6 +94,7 @@ def sparse_attention(
         workspace=workspace,
         deterministic=autograd.deterministic(deterministic),
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     if autograd.records(given.q, given.k, given.v):
         autograd.no_buffers(out=out, lse=lse, workspace=scratch)
@@ -162,17 +169,16 @@ def by_reference(call: AttentionCall, out: Tensor, lse: Tensor, workspace: Tenso
         k = scales.of_values(k, given.k_scale, given.k_global_scale)
         v = scales.of_values(v, given.v_scale, given.v_global_scale)
         q = quant.dequantize(q, given.q_scale)
+    options: dict[str, Any] = {"block_size": call.block_size, "softmax_scale": call.softmax_scale}
+    if call.batch_invariant:
+        for rows, where in reference.each_alone(q.shape[0], k, **given.where.keywords()):
+            ids = given.block_indices[:, rows]
+            out[rows], lse[rows] = reference.sparse_attention(q[rows], k, v, ids, **options, **where)
+        return
     # A schedule of the kernels is not the reference's: on their device it makes its own.
     schedule = None if made is None or call.device.type == "cuda" else made[:3]
     result, result_lse = reference.sparse_attention(
-        q,
-        k,
-        v,
-        given.block_indices,
-        block_size=call.block_size,
-        softmax_scale=call.softmax_scale,
-        schedule=schedule,
-        **given.where.keywords(),
+        q, k, v, given.block_indices, schedule=schedule, **options, **given.where.keywords()
     )
     out.copy_(result)
     lse.copy_(result_lse)

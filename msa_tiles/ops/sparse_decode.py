@@ -40,6 +40,7 @@ def sparse_decode(
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The answer of `sparse_attention`, made for requests of few queries (1 to 32).
@@ -48,6 +49,9 @@ def sparse_decode(
     query reads its blocks by itself; few queries are split over their blocks and merged. With ``cu_seqlens_q``, paged
     keys or ``cu_seqlens_k``, ``out``, ``lse`` and a ``workspace`` tensor of `decode_workspace_bytes`, a call allocates
     nothing. It never synchronises; the grid depends on shapes alone, so that a captured graph serves other lengths.
+
+    With ``batch_invariant``, as there, the number of splits follows from ``topk`` alone; a ``workspace`` that does not
+    hold them is refused.
     """
     if schedule is not None:
         validate.refuse("schedule", "a Schedule", "None: decoding walks block_indices themselves")
@@ -55,7 +59,7 @@ def sparse_decode(
     given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
     known = None
     if out is not None and not check and k_offset is None:
-        known = signature(given, block_size, workspace, out, lse, backend, (softmax_scale,))
+        known = signature(given, block_size, workspace, out, lse, backend, (softmax_scale, batch_invariant))
         launch = _SEEN.get(known)
         if launch is not None:
             return run_again(launch, given, workspace, out, lse, return_lse)
@@ -68,6 +72,7 @@ def sparse_decode(
         workspace=workspace,
         deterministic=False,
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     result = run(_OPERATOR, call, scratch, out, lse, return_lse)
     if known is not None:

@@ -7,6 +7,7 @@ threads would wait for each other in every one (`reference.threads`).
 """
 
 from msa_tiles.reference import plain
+from msa_tiles.reference.alone import each_alone
 from msa_tiles.reference.attention import combine, dense_attention, sparse_attention
 from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
 from msa_tiles.reference.caches import append_index, append_kv, append_rows
@@ -26,6 +27,7 @@ __all__ = [
     "combine",
     "dense_attention",
     "dense_attention_backward",
+    "each_alone",
     "gradient_rows",
     "index_gradients",
     "index_kl",

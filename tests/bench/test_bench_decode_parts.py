@@ -13,7 +13,7 @@ from msa_tiles.bench.operators import BENCHMARKS, decode
 
 CPU = torch.device("cpu")
 CARD = "NVIDIA H100 80GB HBM3"
-OPS = ("decode_score", "decode_topk", "sparse_decode")
+OPS = ("decode_score", "decode_topk", "sparse_decode", "batch_invariant_decode")
 
 
 @pytest.fixture

@@ -25,10 +25,11 @@ BENCHES = {
     "index_kl": "train_32k_s",
     "msa_attention": "train_32k",
     "append_kv": "prefill_8k",
+    "batch_invariant_attention": "prefill_32k_s",
     "append_index": "prefill_8k",
 }
 # Of several operators; each makes its case out of theirs.
-WHOLE = ("prefill", "msa_attention")
+WHOLE = ("prefill", "msa_attention", "batch_invariant_attention")
 find = cases.find
 
 

@@ -203,7 +203,7 @@ def test_parts_of_a_workspace_do_not_overlap(decode_kernels):
 def needed(arguments):
     """`decode_workspace_bytes` as it answers for CUDA tensors."""
     q, idx_q = arguments["q"], arguments["idx_q"]
-    parts = decode.step_bytes(q, idx_q, arguments["topk"], 2, -(-arguments["max_seqlen_k"] // BLOCK))
+    parts = decode.step_bytes(q, idx_q, arguments["topk"], 2, -(-arguments["max_seqlen_k"] // BLOCK), False)
     return sum(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msa_tiles.bench.harness import Benchmark
 from msa_tiles.bench.operators import (
+    batch_invariant,
     build_schedule,
     caches,
     combine,
@@ -31,6 +32,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         decode.BENCHMARK,
         *training.BENCHMARKS,
         *caches.BENCHMARKS,
+        *batch_invariant.BENCHMARKS,
     )
 }
 """By operator, in the order of tables."""

@@ -116,7 +116,7 @@ class Chosen:
     ids: Tensor
 
 
-def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench:
+def prepare_attention(case: Case, device: torch.device, precision: str, *, batch_invariant: bool = False) -> Bench:
     heads, topk = case["num_kv_heads"], case["topk"]
 
     @functools.lru_cache(maxsize=1)
@@ -136,7 +136,7 @@ def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench
         x = chosen.x
         k, v = x.cache.split(case["head_dim"], -1)
         out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=device)
-        size = ops.decode_workspace_bytes(x.q, topk, heads)
+        size = ops.decode_workspace_bytes(x.q, topk, heads, batch_invariant=batch_invariant)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
         def call() -> Tensor:
@@ -155,6 +155,7 @@ def prepare_attention(case: Case, device: torch.device, precision: str) -> Bench
                 workspace=workspace,
                 out=out,
                 lse=lse,
+                batch_invariant=batch_invariant,
                 backend=dsl,
             )
             return out

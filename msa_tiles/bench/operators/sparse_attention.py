@@ -15,14 +15,21 @@ from msa_tiles.bench.timing import Call
 OP = "sparse_attention"
 
 
-def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
+def prepare(case: cases.Case, device: torch.device, precision: str, *, batch_invariant: bool = False) -> Bench:
     """FP8 keys and values, with scales of 1, lie under queries in BF16; dense attention gets all of them in BF16."""
     dtype = precisions.dtype(precision, "key_value")
 
     def ours(dsl: str, x: inputs.Attention) -> Call:
         scales = x.scales
         return lambda: ops.sparse_attention(
-            x.q, x.k, x.v, x.block_indices, block_size=case["block_size"], backend=dsl, **scales
+            x.q,
+            x.k,
+            x.v,
+            x.block_indices,
+            block_size=case["block_size"],
+            batch_invariant=batch_invariant,
+            backend=dsl,
+            **scales,
         )
 
     return Bench(
