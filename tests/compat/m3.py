@@ -41,8 +41,9 @@ class Parameters:
 class Batch:
     """Requests of ``queries`` queries behind ``prefixes`` keys each.
 
-    Index queries and keys are whole numbers, so that scores are exact, and often equal. Pages lie in random order, NaN
-    is on all others and in the tails of the last ones, and what a table names behind a request's pages is no page.
+    Index queries and keys are whole numbers, so that scores are exact, and often equal. Pages lie in random order in a
+    pool of some more, or of ``pool``; NaN is on all others and in the tails of the last ones, and what a table names
+    behind a request's pages is no page.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class Batch:
         dtype: torch.dtype = torch.bfloat16,
         index_dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        pool: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(draw.randrange(1 << 31))
         self.queries, self.lengths, self.ends, self.width = queries, lengths, lengths, width
         self.num_q_heads, self.num_kv_heads = heads
         tokens = sum(queries)
         needed = [-(-length // PAGE) for length in lengths]
-        order = torch.randperm(sum(needed) + 3, generator=generator).to(torch.int32)
+        order = torch.randperm(sum(needed) + 3 if pool is None else pool, generator=generator).to(torch.int32)
         table = torch.full((len(queries), width), draw.choice([-1, 1 << 30]), dtype=torch.int32)
         index_cache = torch.full((len(order), PAGE, DIM), math.nan)
         cache = torch.full((len(order), heads[1], PAGE, 2 * DIM), math.nan)

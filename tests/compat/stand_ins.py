@@ -10,6 +10,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import sys
 import types
@@ -64,14 +65,22 @@ class Source:
         self.place = place
         self._wheel = zipfile.ZipFile(place) if place.is_file() else None
 
-    def read(self, module: str) -> tuple[str, bool]:
-        """The text of a module, and whether it is a package."""
+    def read(self, module: str) -> tuple[str, str]:
+        """The text of a module, and its path in the package; nothing, for a directory without `__init__.py`."""
         path = module.replace(".", "/")
-        for name, package in ((f"{path}.py", False), (f"{path}/__init__.py", True)):
+        for name in (f"{path}.py", f"{path}/__init__.py"):
             with contextlib.suppress(KeyError, FileNotFoundError):
                 found = (self.place / name).read_bytes() if self._wheel is None else self._wheel.read(name)
-                return found.decode(), package
+                return found.decode(), name
+        if any(name.startswith(f"{path}/") for name in self.names()):
+            return "", f"{path}/__init__.py"
         raise ImportError(f"{self.place} has no module {module}")
+
+    def names(self) -> list[str]:
+        """The paths of all its Python files."""
+        if self._wheel is None:
+            return [str(path.relative_to(self.place)) for path in self.place.rglob("*.py")]
+        return [name for name in self._wheel.namelist() if name.endswith(".py")]
 
 
 def source_of(package: str, variable: str) -> Source:
@@ -108,9 +117,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__path__ = []
         if self.is_real(module.__name__):
-            text, package = self.source.read(module.__name__)
+            text, path = self.source.read(module.__name__)
+            package = path.endswith("/__init__.py")
             module.__package__ = module.__name__ if package else module.__name__.rpartition(".")[0]
-            exec(compile(text, f"{self.source.place}/{module.__name__}", "exec"), vars(module))
+            module.__file__ = f"{self.source.place}/{path}"
+            # Triton compiles the source of functions, which is no file where it lies in a wheel.
+            linecache.cache[module.__file__] = len(text), None, text.splitlines(keepends=True), module.__file__
+            exec(compile(text, module.__file__, "exec"), vars(module))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, drawn, token_major
-from compat.test_compat_sglang import decode_of, never, prefill_of
+from compat.sglang_files import decode_of, never, prefill_of
 
 import msa_tiles
 from msa_tiles import ops

@@ -7,7 +7,6 @@ is installed.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import logging
 import sys
@@ -16,8 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat.m3 import DIM, FP8, PAGE, Parameters, draw_decode, draw_prefill, drawn
-from compat.stand_ins import Finder, source_of, standing_in
+from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, draw_prefill, drawn
+from compat.sglang_files import decode_of, decoding, never, prefill_of, sglang_files
+from compat.stand_ins import Hollow, HollowModule, source_of
 from rounding import close, softmax_terms
 
 from msa_tiles import ops
@@ -29,7 +29,6 @@ from msa_tiles.runtime import NoKernelError
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 DRAWS = pytest.mark.parametrize("number", range(4))
 SPARSE = plugins.SGLANG_MODULE
-REAL = ("sglang.srt.plugins", "sglang.srt.plugins.hook_registry", SPARSE)
 
 
 @pytest.fixture(autouse=True)
@@ -40,71 +39,6 @@ def fresh(monkeypatch):
     hooks._deterministic.cache_clear()
     yield
     hooks._deterministic.cache_clear()
-
-
-def pooled(draw, batch):
-    """The caches of a batch as SGLang keeps them: slots of K, V and index keys, and a map from tokens to slots."""
-    k, v = (part.transpose(1, 2).flatten(0, 1) for part in batch.cache.split(DIM, -1))
-    index = batch.index_cache.flatten(0, 1)[:, None]
-    longest = max(batch.lengths) + draw.randrange(300)
-    tokens = torch.zeros(len(batch.queries) + 3, longest, dtype=torch.int32)
-    requests = torch.randperm(len(tokens))[: len(batch.queries)]
-    for request, (row, length) in enumerate(zip(requests.tolist(), batch.lengths, strict=True)):
-        places = torch.arange(length)
-        tokens[row, :length] = batch.table[request].long()[places // PAGE].int() * PAGE + (places % PAGE).int()
-    return {
-        "k_cache": k,
-        "v_cache": v,
-        "idx_k_cache": index,
-        "idx_v_cache": None,
-        "req_to_token": tokens,
-        "slot_ids": requests,
-    }
-
-
-def prefill_of(draw, batch, given, **further):
-    """Arguments of a prefill by name."""
-    return {
-        "q": batch.q,
-        "sink": None,
-        "idx_q": batch.idx_q,
-        "idx_sink": None,
-        **pooled(draw, batch),
-        "cu_seqlens": batch.cu_seqlens_q,
-        "seq_lens": batch.seq_lens.to(draw.choice([torch.int32, torch.int64])),
-        "prefix_lens": batch.prefix_lens,
-        "max_seqlen_q": max(batch.queries),
-        "max_seqlen_k": max(batch.lengths),
-        "block_size_q": 1,
-        "block_size_k": PAGE,
-        "topk": given.topk,
-        "init_blocks": given.init_blocks,
-        "local_blocks": given.local_blocks,
-        "disable_index_value": True,
-        "page_size": PAGE,
-        **further,
-    }
-
-
-def decode_of(draw, batch, given, **further):
-    """Arguments of a decode step by name, one query a request."""
-    arguments = prefill_of(draw, batch, given)
-    for name in ("cu_seqlens", "prefix_lens", "max_seqlen_q", "max_seqlen_k"):
-        del arguments[name]
-    most = draw.choice([max(batch.lengths), arguments["req_to_token"].shape[1], 1 << 20])
-    return arguments | {"max_seqlen": most, "seq_lens": batch.seq_lens.long(), **further}
-
-
-def decoding(draw, **options):
-    """A batch of one query a request."""
-    while True:
-        batch, count = draw_decode(draw, **options)
-        if count == 1:
-            return batch
-
-
-def never(*given, **named):
-    raise AssertionError("SGLang's function was called")
 
 
 def scales_of(draw, dtype):
@@ -211,7 +145,7 @@ DECODE = LEFT | {
 def test_what_is_left_to_sglang(kind, change, caplog):
     """The arguments are passed on as they came, and the log says why, once."""
     draw = drawn("left")
-    batch = decoding(draw)
+    batch = Batch(draw, HEADS[8], [1, 1], [300, 128], 37)
     made = prefill_of if kind == "prefill" else decode_of
     arguments = made(draw, batch, Parameters(4, 0, 1)) | change
     seen = []
@@ -277,21 +211,8 @@ def files():
 @pytest.fixture
 def sglang(files):
     """SGLang's module of these functions, its Triton kernels hollow, and its registry of hooks."""
-    finder = Finder(files, "sglang", REAL)
-    names = {
-        "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_USE_AITER=SimpleNamespace(get=lambda: False))},
-        "sglang.srt.utils": {"is_hip": lambda: False, "is_gfx95_supported": lambda: False},
-        "sglang.srt.runtime_context": {},
-        "sglang.kernels.ops.attention.minimax_sparse.common.utils": {
-            "get_cu_seqblocks": lambda *given: (None, 1, 1, 0, 0, 0)
-        },
-    }
-    quiet = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
-    names["sglang.srt.runtime_context"]["get_exec"] = lambda: quiet
-    with standing_in(finder, names):
-        yield SimpleNamespace(
-            sparse=importlib.import_module(SPARSE), registry=importlib.import_module(REAL[1]).HookRegistry
-        )
+    with sglang_files(files) as found:
+        yield found
 
 
 def test_the_plugin_wraps_sglangs_functions(sglang, caplog, monkeypatch):
@@ -348,6 +269,16 @@ def arguments_of(files, module, name):
     names = [argument.arg for argument in given.args]
     defaults = [ast.literal_eval(default) for default in given.defaults]
     return names, dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_modules_of_its_files_have_sources(files, kernels, monkeypatch):
+    """Triton reads them. Kernels are imported here with a hollow Triton."""
+    for name in ("triton", "triton.language"):
+        monkeypatch.setitem(sys.modules, name, HollowModule(name))
+    with sglang_files(files, kernels=kernels) as found:
+        assert inspect.getsource(found.sparse.minimax_sparse_decode).startswith("def minimax_sparse_decode(")
+        assert isinstance(found.sparse.flash_decode_with_topk_idx, Hollow) != kernels
 
 
 def test_arguments_are_those_of_this_sglang(files):

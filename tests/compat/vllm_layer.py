@@ -251,8 +251,8 @@ class Layer:
         index_k = batch.index_cache.to(torch.bfloat16)[pages, places]
         return torch.cat([batch.q.flatten(1), k, v, batch.idx_q.to(torch.bfloat16).flatten(1), index_k], -1)
 
-    def forward(self, padded: int = 0, most: int | None = None) -> Tensor:
-        """The layer's forward: out [T, Hq, D]."""
+    def prepare(self, padded: int = 0, most: int | None = None) -> Tensor:
+        """Have the layer find this step's metadata; the rows to call it with."""
         batch, tokens = self.batch, sum(self.batch.queries)
         common = self.common(padded, tokens, max(batch.lengths) if most is None else most)
         metadata = {}
@@ -261,14 +261,22 @@ class Layer:
             if not self.shared_table and name != self.layer.layer_name:
                 mine = common.replace(block_table_tensor=batch.table.clone())
             metadata[name] = builder.build(0, mine)
-        hidden = self.hidden_states()
         self.state.context = SimpleNamespace(
             attn_metadata=metadata,
             slot_mapping=dict.fromkeys(self.builders, common.slot_mapping),
             no_compile_layers=self.state.config.compilation_config.static_forward_context,
         )
-        out = self.layer(torch.zeros(tokens, device=hidden.device), hidden)
-        return out.view(tokens, batch.num_q_heads, DIM)
+        return self.hidden_states()
+
+    def forward(self, padded: int = 0, most: int | None = None) -> Tensor:
+        """The layer's forward: out [T, Hq, D]."""
+        hidden = self.prepare(padded, most)
+        out = self.layer(torch.zeros(len(hidden), device=hidden.device), hidden)
+        return out.view(len(hidden), self.batch.num_q_heads, DIM)
+
+    def attend(self, output: Tensor) -> None:
+        """What a full graph captures of the layer, on the batch's queries, into ``output`` [T, Hq, D]."""
+        self.layer._run_attention(self.batch.q.flatten(1), None, self.batch.idx_q.flatten(1), output.flatten(1))
 
     @property
     def ids(self) -> Tensor:
