@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 
 def use_pack(path: str | os.PathLike[str]) -> Pack:
-    """Look for kernels in the pack of a directory first, before any other, from now on.
+    """Look for kernels in the pack in the directory ``path`` first, before any other, from now on.
 
     Raises `msa_tiles.runtime.PackError`, a RuntimeError, when the pack is damaged, or made for another machine or
     another TVM-FFI.
@@ -32,7 +32,7 @@ def use_pack(path: str | os.PathLike[str]) -> Pack:
 
 
 def use_tree(path: str | os.PathLike[str]) -> Use:
-    """Use a tree of one's own, a directory whose specs, skeletons, operands and kernels go before the shipped ones.
+    """Use a tree of one's own: specs, skeletons, operands and kernels in ``path`` go before the shipped ones.
 
     It holds for the whole process, from now on, or until the end of a block: `with msa_tiles.use_tree(path): …`. Behind
     it everything is as before. CUDA graphs keep the kernels that they were captured with.

@@ -29,9 +29,10 @@ class Schedule:
     queries ascending, ``tasks`` [windows, Hkv, most tasks, 4] cuts them into pieces of work and ``counts``
     [windows, Hkv, …] tells how many there are. How an edge and a task are encoded is a matter between the builder and
     the attention of one device: on the CPU as `msa_tiles.reference.build_schedule` says (one window), on CUDA as the
-    generated kernels say. ``max_pages`` is the width of the page table in which the rows of keys were counted, 0 for
-    flat keys; ``sharded`` tells whether they were counted from a ``k_offset``, ``counted`` whether key lengths were
-    given: without, every request was taken to have as many keys as queries.
+    generated kernels say. ``window`` is the number of queries of a window, ``total_q`` that of all, ``topk`` and
+    ``block_size`` are those of the selection. ``max_pages`` is the width of the page table in which the rows of keys
+    were counted, 0 for flat keys; ``sharded`` tells whether they were counted from a ``k_offset``, ``counted`` whether
+    key lengths were given: without, every request was taken to have as many keys as queries.
     """
 
     edges: Tensor

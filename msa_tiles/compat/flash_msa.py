@@ -17,6 +17,8 @@ from torch import Tensor
 from msa_tiles import ops
 from msa_tiles.compat import heads_first
 
+__all__ = ["flash_msa_func", "flash_msa_func_warmup", "flash_msa_warmup_func", "sparse_attention_warmup"]
+
 BLOCK_SIZE = 128
 
 

@@ -19,11 +19,25 @@ from torch import Tensor
 from msa_tiles import ops
 from msa_tiles.compat import kept, packed
 
+__all__ = [
+    "SUPPORTS_PACKED_KV",
+    "msa_proxy_score",
+    "msa_proxy_score_fp4",
+    "msa_sparse_attention",
+    "msa_sparse_decode_attention",
+    "msa_topk_select",
+    "prepare_msa_nvfp4_sparse_decode",
+    "supports_packed_kv",
+]
+
 SUPPORTS_PACKED_KV = True
 
 
 def supports_packed_kv(device: torch.device | str) -> bool:
-    """Whether K and V may be views of one cache on ``device``: everywhere, since strides are read."""
+    """Whether K and V may be views of one cache on ``device``: everywhere, since strides are read.
+
+    Raises ``RuntimeError`` for what is no device.
+    """
     torch.device(device)
     return True
 
@@ -49,9 +63,12 @@ def msa_proxy_score(
 
     ``q`` [T, Hq, 128], ``k`` flat [Tk, Hkv, 128] with ``cu_seqlens_k``, or paged [pages, Hkv, 128, 128] with
     ``page_table`` int32 [B, pages] and ``seqused_k`` int32 [B]; one dtype: bfloat16, float32, float64 or e4m3 (whose
-    elements stand for themselves). ``cu_seqlens_q`` int32 [B + 1]. With ``reduce_heads`` the largest of all heads,
-    [1, tiles, T]. Without ``output`` the answer is a view of scores in which a query's blocks lie together, as
-    `msa_topk_select` reads them; ``output`` gets a copy. Accumulation is in float32 whatever ``use_fp32_acc`` says.
+    elements stand for themselves). ``cu_seqlens_q`` int32 [B + 1]. Without ``causal`` a query sees all keys of its
+    request; ``q_offset`` (an integer, or int32 [B]) is where a request's first query sits, by default so that the last
+    one sits on the last key. Up to a ``max_seqlen_q`` of 32 the decode operator runs. With ``reduce_heads`` the largest
+    of all heads, [1, tiles, T]. Without ``output`` the answer is a view of scores in which a query's blocks lie
+    together, as `msa_topk_select` reads them; ``output`` gets a copy. Accumulation is in float32 whatever
+    ``use_fp32_acc`` says.
 
     ``max_k_tiles`` (or the width of ``output``) is the number of blocks. Without both it is that of the longest
     request, which is read from the device, and the call waits for it.
@@ -103,7 +120,8 @@ def msa_topk_select(
     ``max_score`` float32 [H, tiles, T]. ``num_valid_pages`` is an integer, int32 [T], or None for all; beyond ``tiles``
     it stands for all. The ``force_begin_blocks`` first and the ``force_end_blocks`` last valid blocks are always in.
     ``output`` is the caller's buffer. Scores of which a query's blocks lie together (`msa_proxy_score`) are read in
-    place, others are copied.
+    place, others are copied. Raises ``ValueError``
+    or ``TypeError`` for what does not fit.
     """
     if max_score.dim() != 3:
         raise ValueError(f"max_score: got shape {list(max_score.shape)}; wanted [heads, tiles, T]")
@@ -167,14 +185,16 @@ def msa_sparse_attention(
 
     ``q`` [T, Hq, D] bfloat16, float32, float64 or e4m3; ``k``, ``v`` of q's dtype or e4m3, flat [Tk, Hkv, D] with
     ``cu_seqlens_k``, or paged [pages, Hkv, 128, D] with ``page_table`` int32 [B, pages] and ``seqused_k`` int32 [B];
-    ``q2k_indices`` int32 [Hkv, T, topk], -1 for none. Not causal by default, as there: a query then sees all of its
+    ``cu_seqlens_q`` int32 [B + 1]; ``q2k_indices`` int32 [Hkv, T, topk], -1 for none. ``softmax_scale`` defaults to
+    ``D ** -0.5``. Not causal by default, as there: a query then sees all of its
     blocks. ``q_offset`` (an integer, or int32 [B]) is where a request's first query sits. ``k_global_scale`` and
     ``v_global_scale`` multiply all keys and values. ``out`` is written in place and returned.
 
     Returns out, with ``return_softmax_lse`` also the LSE float32 [T, Hq] (natural log), and with
     ``return_temperature_lse`` a third one, of scores times ``lse_temperature_scale``, for which attention runs twice.
 
-    Raises ``NotImplementedError`` for packed NVFP4 (uint8), ``ValueError`` or ``TypeError`` for what does not fit.
+    Raises ``NotImplementedError`` for packed NVFP4 (uint8, with ``k_scale`` and ``v_scale``), ``ValueError`` for a
+    ``workspace``, and ``ValueError`` or ``TypeError`` for what does not fit.
     """
     packed.check_tensors(q, k, v)
     _refuse_extras(k_scale, v_scale, workspace)

@@ -18,6 +18,17 @@ from torch import Tensor
 
 from msa_tiles.compat import flashinfer, k2q, kept, packed
 
+__all__ = [
+    "SparseDecodePagedAttentionWrapper",
+    "SparseK2qCsrBuilderSm100",
+    "build_k2q_csr",
+    "fp4_indexer_block_scores",
+    "sparse_atten_func",
+    "sparse_atten_nvfp4_kv_func",
+    "sparse_decode_atten_func",
+    "sparse_topk_select",
+]
+
 
 @torch.no_grad()
 def sparse_topk_select(
@@ -40,7 +51,8 @@ def sparse_topk_select(
     ``force_begin_blocks`` first and the ``force_end_blocks`` last valid blocks are always in. ``block_table`` int32
     [T, H, tiles] has what stands in the answer in place of each block's id. ``output`` is the caller's buffer.
 
-    Raises ``NotImplementedError`` for a 2D ``block_table``, ``ValueError`` for what does not fit.
+    Raises ``NotImplementedError`` for a 2D ``block_table`` and what comes with it (``seq_lens``, ``block_size``,
+    ``decode_query_len``), ``ValueError`` for what does not fit.
     """
     layouts = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
     layout = max_score_layout.upper()
@@ -82,7 +94,8 @@ def build_k2q_csr(
     """A selection inverted: for every block the queries that selected it, ``(row_ptr, q_indices)``.
 
     ``q2k_indices`` int32 [Hkv, T, k], blocks of the query's own request, -1 for none; ``cu_seqlens_q``,
-    ``cu_seqlens_k`` int32 [B + 1]; ``total_k`` the keys of all requests. Rows are the first blocks of all requests,
+    ``cu_seqlens_k`` int32 [B + 1]; ``kv_block_size`` tokens of a block; ``total_k`` keys of all requests, and at most
+    ``max_seqlen_k`` (default: ``total_k``) of one. Rows are the first blocks of all requests,
     then the second ones, and so on; row r of a head has ``q_indices[head, row_ptr[head, r] : row_ptr[head, r + 1]]``,
     numbers of queries in their request, ascending. row_ptr int32 [Hkv, total_rows + 1], q_indices int32 [Hkv, T * k],
     -1 behind the last. Without ``total_rows`` there are rows for as many blocks as there may be, empty ones last.
@@ -136,7 +149,9 @@ def sparse_atten_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention over the blocks of a selection that `build_k2q_csr` inverted: out [T, Hq, D] in q's dtype.
 
-    ``q`` [T, Hq, D] bfloat16, float32, float64 or e4m3 (out is then bfloat16); ``k``, ``v`` of q's dtype or e4m3 whose
+    ``k2q_row_ptr`` and ``k2q_q_indices`` are its answer for the same lengths. ``q`` [T, Hq, D] bfloat16, float32,
+    float64 or e4m3 (out is then bfloat16); ``cu_seqlens_q`` int32 [B + 1]; ``max_seqlen_q`` and ``max_seqlen_k`` bound
+    the lengths; ``softmax_scale`` defaults to ``D ** -0.5``; ``k``, ``v`` of q's dtype or e4m3 whose
     elements stand for themselves, flat [Tk, Hkv, D], or paged [pages, Hkv, blk_kv, D] with ``page_table`` int32
     [B, pages]. Lengths are ``seqused_k`` int32 [B] (paged), else those of ``cu_seqlens_k``, which numbers the rows in
     any case. At most ``topK`` blocks of a query count. Not causal by default, as there: a query then sees all of its
@@ -192,8 +207,10 @@ def sparse_decode_atten_func(
 
     ``q`` [B * seqlen_q, Hq, D] e4m3, bfloat16, float32 or float64; ``k``, ``v`` [pages, Hkv, blk_kv, D] of q's dtype or
     e4m3, whose elements stand for themselves; ``q2k_indices`` int32 [Hkv, B * seqlen_q, k], -1 for none; ``page_table``
-    int32 [B, pages]; ``seqused_k`` int32 [B]. With ``return_softmax_lse`` also the LSE float32 [B * seqlen_q, Hq].
-    ``schedule``, ``O_partial`` and ``LSE_partial`` are about the original's kernels and have no effect.
+    int32 [B, pages]; ``seqused_k`` int32 [B], at most ``max_seqlen_k``. Without ``causal`` a query sees all of its
+    blocks; ``softmax_scale`` defaults to ``D ** -0.5``. With ``return_softmax_lse`` also the LSE float32
+    [B * seqlen_q, Hq]. ``schedule``, ``O_partial`` and ``LSE_partial`` are about the original's kernels and have no
+    effect.
 
     Raises ``NotImplementedError`` without ``q2k_indices`` and for packed NVFP4, ``ValueError`` or ``TypeError`` for
     what does not fit.
@@ -208,7 +225,7 @@ class SparseDecodePagedAttentionWrapper:
     """`sparse_decode_atten_func` in two steps: ``plan`` keeps what layers of a decode step share, ``run`` attends."""
 
     def __init__(self, *, blk_kv: int = 128, causal: bool = True) -> None:
-        """``blk_kv`` is the size of blocks and pages in tokens."""
+        """``blk_kv`` is the size of blocks and pages in tokens; without ``causal`` a query sees all of its blocks."""
         self.blk_kv, self.causal = blk_kv, causal
         self._planned: tuple[Any, ...] | None = None
 

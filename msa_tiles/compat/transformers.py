@@ -30,6 +30,8 @@ from msa_tiles import ops
 from msa_tiles.compat import heads_first
 from msa_tiles.compat.slots import Slots
 
+__all__ = ["NAME", "Registration", "register", "unregister"]
+
 NAME = "msa_tiles"
 FEW_QUERIES = 32  # up to so many for each row the decode operators serve
 _PARAMETERS = ("hidden_states", "position_embeddings", "cache", "position_ids")
@@ -53,7 +55,10 @@ _registered: _Registered | None = None
 
 
 class Registration:
-    """Answer of `register`; a ``with`` block undoes at its end what that call did."""
+    """Answer of `register`; a ``with`` block undoes at its end what that call did.
+
+    ``fresh`` says whether it registered, or found that done.
+    """
 
     def __init__(self, fresh: bool) -> None:
         self._fresh = fresh
@@ -175,9 +180,10 @@ def attention(
     """The attention that transformers calls: ``query`` [B, Hq, Sq, D], ``key``, ``value`` [B, Hkv, Sk, D].
 
     bfloat16, float32 or float64 (CUDA: bfloat16). Returns out [B, Sq, Hq, D] and None for the weights, which are never
-    made. Queries of padding have any finite value. Attention that is not causal (the vision tower's) is transformers'
-    own ``sdpa``. Raises ``ValueError`` or ``TypeError`` with what to do instead for what it does not serve: dropout,
-    prepared 4D masks, padding between tokens, packed sequences with a cache, float16, asking for weights.
+    made. Under ``torch.autocast`` they are cast. Queries of padding have any finite value. Attention that is not causal
+    (the vision tower's) is transformers' own ``sdpa``. Raises ``ValueError`` or ``TypeError`` with what to do instead
+    for what it does not serve: dropout, prepared 4D masks, padding between tokens, packed sequences with a cache,
+    float16, asking for weights.
     """
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -186,6 +192,7 @@ def attention(
         mask: Any = attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     _refuse_what_is_not_served(query, dropout, kwargs)
+    query, key, value = _autocast(query, key, value)
     slots = _slots(attention_mask, query, key, kwargs.get("position_ids"))
     packed = slots.sequences(query.shape[2], key.shape[2], module.training, kwargs)
     if block_indices is None:
@@ -241,6 +248,7 @@ def _attend_sparsely(
     indexed: Indexed,
 ) -> Tensor:
     """out [B * Sq, Hq, D] over the blocks that the indexer selects."""
+    indexed = Indexed(*_autocast(*indexed))
     idx_q, q = heads_first.rows(indexed.queries), heads_first.rows(query)
     options: dict[str, Any] = {"block_size": indexer.block_size, "softmax_scale": scaling}
     if packed is not None:
@@ -279,6 +287,15 @@ def _alike(key: Tensor, value: Tensor) -> tuple[heads_first.Tokens, heads_first.
     """Keys and values as tokens with one pitch."""
     keys, values = heads_first.tokens(key), heads_first.tokens(value)
     return (keys, values) if keys.pitch == values.pitch else (heads_first.copied(key), heads_first.copied(value))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype where it is on: rotated queries and keys are wider than values there."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
 
 
 def _one(result: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -93,9 +93,10 @@ class Launched:
 class Explanation:
     """What a call would do. `str()` of it is for people, `to_dict()` for JSON.
 
-    `runs` is "kernels", "reference", or what else the operator runs on. `workspace_bytes` is the most memory that the
-    call holds at a time besides its arguments and its results, `result_bytes` what the results that it allocates take.
-    `expectation` is of the whole call; `notes` say what was assumed.
+    It is a call of `op` on `device`, a GPU of the family `target`, or with None what has no kernels. `kernels` are
+    those that it asks for. `runs` is "kernels", "reference", or what else the operator runs on. `workspace_bytes` is
+    the most memory that the call holds at a time besides its arguments and its results, `result_bytes` what the results
+    that it allocates take. `expectation` is of the whole call; `notes` say what was assumed.
     """
 
     op: str

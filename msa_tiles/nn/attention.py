@@ -56,7 +56,12 @@ class MiniMaxSparseAttention(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``rotary_dim`` of the ``head_dim`` and of the ``index_dim`` dimensions are rotated, the rest are not.
+        """``hidden_size`` is that of the input; ``num_q_heads`` is a multiple of ``num_kv_heads``.
+
+        A query attends to ``topk`` blocks of ``block_size`` tokens, the ``init_blocks`` first and the ``local_blocks``
+        last ones among them. ``rotary_dim`` of the ``head_dim`` and of the ``index_dim`` dimensions are rotated, with
+        ``rope_base``, the rest are not. ``norm_eps`` is that of the `HeadNorm`, ``device`` and ``dtype`` are those of
+        the parameters.
 
         Raises ``ValueError`` or ``TypeError`` for sizes that cannot be or do not fit together.
         """

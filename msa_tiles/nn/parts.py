@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm over the last dimension, in float32, times ``1 + weight``; one weight [dim] for all heads, 0 at first."""
+    """RMSNorm over the last dimension, in float32, times ``1 + weight``; one weight [dim] for all heads, 0 at first.
+
+    ``eps`` is added to the mean square; ``device`` and ``dtype`` are the weight's.
+    """
 
     def __init__(
         self, dim: int, eps: float = 1e-6, device: torch.device | None = None, dtype: torch.dtype | None = None

@@ -50,8 +50,9 @@ def msa_attention(
     """`select_blocks`, then `sparse_attention` over what it chose, and the `index_kl` that trains the choice.
 
     ``q`` [T, Hq, D]; ``k``, ``v`` [Tk, Hkv, D]; ``idx_q`` [T, Hi, Di]; ``idx_k`` [Tk, Di]; without ``return_kl`` keys
-    may be paged. Returns out [T, Hq, D], and behind it what is asked for, in this order: lse float32 [T, Hq], the KL
-    loss (a scalar; needs Hi = Hkv and flat keys), the selection int32 [Hkv, T, topk].
+    may be paged. Returns out [T, Hq, D], and behind it what is asked for, in this order: with ``return_lse`` lse
+    float32 [T, Hq], with ``return_kl`` the KL loss (a scalar; needs Hi = Hkv and flat keys), with
+    ``return_block_indices`` the selection int32 [Hkv, T, topk].
 
     ``out`` and ``lse`` are differentiable in q, k and v, the loss in idx_q and idx_k, and neither in the others: the
     selection has no gradient, and the teacher of the loss is detached. A replay of activation checkpointing selects

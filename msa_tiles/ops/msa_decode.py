@@ -123,9 +123,10 @@ def decode_workspace_bytes(
 ) -> int:
     """Bytes of the ``workspace`` of a decode call on CUDA tensors of these shapes; 0 where it needs none.
 
-    For `sparse_decode` q [T, Hq, D] is enough; for `msa_decode` also ``idx_q`` [T, Hi, Di] and ``max_seqlen_k``, the
-    bound that the call gives (without one: the rows of flat keys, or max_pages times the page size).
-    ``batch_invariant`` is the call's.
+    ``topk`` and ``num_kv_heads`` are those of its ``block_indices`` [Hkv, T, topk], ``block_size`` the call's. For
+    `sparse_decode` ``q`` [T, Hq, D] is enough besides; for `msa_decode` also ``idx_q`` [T, Hi, Di] and
+    ``max_seqlen_k``, the bound that the call gives (without one: the rows of flat keys, or max_pages times the page
+    size). ``batch_invariant`` is the call's.
     """
     validate.floating("q", q, "[T, Hq, D]", further=(FP8,))
     topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)

@@ -43,8 +43,9 @@ def select_blocks(
 ) -> Tensor:
     """The answer of ``topk_select(index_score(idx_q, idx_k), topk)``: int32 [Hkv, T, topk].
 
-    Tensors as in `index_score`, parameters as in `topk_select`. Extra memory is proportional to T * topk. ``out`` is
-    the caller's buffer for the ids.
+    ``idx_q`` [T, Hi, Di]; ``idx_k`` [Tk, Di] or [pages, page, Di]; tensors and scales (``q_scale``, ``k_scale``) as in
+    `index_score`, ``num_kv_heads``, ``init_blocks``, ``local_blocks`` and ``order`` as in `topk_select`. Extra memory
+    is proportional to T * topk. ``out`` is the caller's buffer for the ids.
 
     Of the scales of quantised queries and keys, kernels read those that can change a ranking: not one scale for all
     keys, and queries' only where a KV head has several index heads, whose scores are compared with each other. For a

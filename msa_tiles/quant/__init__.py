@@ -1,4 +1,8 @@
-"""Quantised tensors and their quantisers, in plain torch, on any device."""
+"""Quantised tensors and their quantisers, in plain torch, on any device.
+
+Wrong arguments raise ``TypeError`` or ``ValueError`` that name them. Group sizes and what a format has besides are
+``GROUPS``, the dtype of e4m3 is ``FP8``, and a byte holds ``PACKED`` elements of 4 bits.
+"""
 
 from msa_tiles.quant.fp4 import quantize_mxfp4, quantize_nvfp4
 from msa_tiles.quant.fp8 import FP8, quantize_fp8, round_fp8, scale_of

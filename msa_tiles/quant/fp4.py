@@ -22,7 +22,7 @@ _Scales = Callable[[Tensor], Tensor]
 def quantize_nvfp4(
     tensor: Tensor, global_scale: Tensor | float | None = None, *, layout: str = "linear"
 ) -> QuantizedTensor:
-    """[..., D], D a multiple of 16 -> e2m1 with an e4m3 scale for 16 values, times float32 ``global_scale`` [].
+    """``tensor`` [..., D], D a multiple of 16 -> e2m1, an e4m3 scale for 16 values, float32 ``global_scale`` [].
 
     A group's scale is its largest magnitude / 6 / global scale, rounded to e4m3, at most 448; elements are
     value / scale / global scale. Both are rounded once, to nearest even, and saturate: the largest number is
@@ -50,7 +50,7 @@ def quantize_nvfp4(
 
 
 def quantize_mxfp4(tensor: Tensor, *, layout: str = "linear") -> QuantizedTensor:
-    """[..., D], D a multiple of 32 -> e2m1 with an e8m0 scale for 32 values.
+    """``tensor`` [..., D], D a multiple of 32 -> e2m1 with an e8m0 scale for 32 values.
 
     As OCP's MX formats say: a group's scale is the power of two at or below its largest magnitude, / 4, at least
     2**-127, so that elements beyond 6 of them saturate. Elements are rounded once, to nearest even. Infinity counts as

@@ -13,11 +13,12 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # of what a scale is made: a quot
 
 
 def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
-    """Round to e4m3 (to nearest even) so that the largest magnitude of each scale's values becomes e4m3's largest.
+    """Round ``tensor`` to e4m3 (to nearest even): the largest magnitude of a scale's values becomes e4m3's largest.
 
-    ``per`` is "tensor"; "head", for [T, H, D] or [pages, H, page, D]; or "token_head", one scale for each row along D:
-    [T, H] of queries [T, H, D], [Tk] of index keys [Tk, D]. Values must be finite; NaN stays NaN. Where all are 0, or
-    so small that their scale would be no normal float32 number (below 2**-117), the scale is 1.
+    Of 16, 32 or 64 bits; scales are float32. ``per`` is "tensor"; "head", for [T, H, D] or [pages, H, page, D]; or
+    "token_head", one scale for each row along D: [T, H] of queries [T, H, D], [Tk] of index keys [Tk, D]. Values must
+    be finite; NaN stays NaN. Where all are 0, or so small that their scale would be no normal float32 number (below
+    2**-117), the scale is 1.
     """
     if per not in PER:
         raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
@@ -38,7 +39,7 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The scales, float32, by which values of these largest magnitudes become e4m3; 1 where there is none."""
+    """The scales, float32 like ``largest``, by which values up to these magnitudes become e4m3; 1 for none."""
     scale = largest / LARGEST
     return torch.where(scale >= LEAST_SCALE, scale, 1.0)
 

@@ -24,7 +24,7 @@ CHUNK = 1 << 24
 
 
 class Pages(NamedTuple):
-    """A pool of bytes, and its keys and values as operators take them: views that copy nothing."""
+    """A ``pool`` of bytes, uint8, and its keys ``k`` and values ``v`` [pages, H, P, D]: views that copy nothing."""
 
     pool: Tensor
     k: QuantizedTensor
@@ -32,9 +32,10 @@ class Pages(NamedTuple):
 
 
 def vllm_pages(pool: Tensor, k_global_scale: Tensor | None = None, v_global_scale: Tensor | None = None) -> Pages:
-    """Views of uint8 [pages, 2 H, P, D / 2 + D / 16], whose slots are contiguous; global scales float32 [], None for 1.
+    """Views of uint8 ``pool`` [pages, 2 H, P, D / 2 + D / 16], whose slots are contiguous.
 
-    Keys and values are [pages, H, P, D / 2]. Raises TypeError or ValueError for another tensor.
+    Keys and values are [pages, H, P, D / 2], times float32 ``k_global_scale`` and ``v_global_scale`` [], None for 1.
+    Raises TypeError or ValueError for another tensor.
     """
     row = GROUP // PACKED + 1  # bytes of a group with its scale
     if pool.dtype != torch.uint8:
@@ -72,7 +73,10 @@ def sglang_pages(
     k_global_scale: Tensor | None = None,
     v_global_scale: Tensor | None = None,
 ) -> Pages:
-    """Views of uint8 [pages, bytes of a page], whose rows are contiguous. Otherwise as `vllm_pages`."""
+    """Views of uint8 ``pool`` [pages, bytes of a page], whose rows are contiguous. Otherwise as `vllm_pages`.
+
+    A page has ``page_size`` tokens of ``num_heads`` heads of ``head_dim`` values.
+    """
     groups = _groups(head_dim)
     values, scales = page_size * head_dim // PACKED, page_size * groups
     _check_rows(pool, 2 * num_heads * (values + scales))
@@ -95,7 +99,11 @@ def sglang_pages(
 def sglang_index_pages(
     pool: Tensor, page_size: int, index_dim: int, global_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """A view of uint8 [pages, bytes of a page], whose rows are contiguous, as index keys [pages, P, Di / 2]."""
+    """A view of uint8 ``pool`` [pages, bytes of a page], whose rows are contiguous, as index keys [pages, P, Di / 2].
+
+    P is ``page_size``, Di ``index_dim``; ``global_scale`` float32 [], None for 1. Raises TypeError or ValueError for
+    another tensor.
+    """
     groups = _groups(index_dim)
     values = page_size * index_dim // PACKED
     _check_rows(pool, values + page_size * groups)
@@ -114,11 +122,11 @@ def quantize_pages(
     v_global_scale: Tensor | None = None,
     pool: Tensor | None = None,
 ) -> Pages:
-    """Keys and values [pages, H, P, D] of 16 or 32 bits -> a pool of NVFP4 bytes in ``order`` "vllm" or "sglang".
+    """``k`` and ``v`` [pages, H, P, D] of 16 or 32 bits -> a pool of NVFP4 bytes in ``order`` "vllm" or "sglang".
 
-    Rounded as in `quantize_nvfp4` under global scales float32 [], None for 1. Whatever lies in unused rows is
-    converted, too. ``pool`` is the caller's: uint8 as `vllm_pages` or `sglang_pages` take it; else one is made.
-    Raises TypeError or ValueError that names the argument.
+    Rounded as in `quantize_nvfp4` under float32 ``k_global_scale`` and ``v_global_scale`` [], None for 1. Whatever lies
+    in unused rows is converted, too. ``pool`` is the caller's: uint8 as `vllm_pages` or `sglang_pages` take it; else
+    one is made. Raises TypeError or ValueError that names the argument.
     """
     if order not in ("vllm", "sglang"):
         raise ValueError(f"order: got {order!r}; wanted 'vllm' or 'sglang'")
@@ -141,7 +149,11 @@ def quantize_pages(
 
 
 def quantize_index_pages(idx_k: Tensor, *, global_scale: Tensor | None = None) -> tuple[Tensor, QuantizedTensor]:
-    """Index keys [pages, P, Di] of 16 or 32 bits -> SGLang's pool of bytes, and the keys in it."""
+    """``idx_k`` [pages, P, Di] of 16 or 32 bits -> SGLang's pool of bytes, and the keys in it.
+
+    Rounded as in `quantize_nvfp4` under a float32 ``global_scale`` [], None for 1. Raises TypeError or ValueError that
+    names the argument.
+    """
     if idx_k.dim() != 3:
         raise ValueError(f"idx_k: got shape {list(idx_k.shape)}; wanted [pages, P, Di]")
     num_pages, page, dim = idx_k.shape

@@ -141,9 +141,10 @@ def dequantize(
     layout: str = "linear",
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """``data`` times its scales (1 for None), computed in float32 and returned in ``dtype``.
+    """``data`` times its ``scale`` (1 for None), computed in float32 and returned in ``dtype``.
 
-    Bytes with scales of e4m3 or e8m0 are nvfp4 or mxfp4, as in a `QuantizedTensor`.
+    Bytes with scales of e4m3 or e8m0 are nvfp4 or mxfp4, with ``layout`` and ``global_scale`` as in a
+    `QuantizedTensor`. Raises TypeError or ValueError for a scale that does not fit.
     """
     if data.dtype == torch.uint8:
         return _of_groups(data, scale, layout, global_scale).to(dtype)

@@ -57,7 +57,7 @@ class Bfloat16(NamedTuple):
         error, accepted = (float((each.float() - exact).square().mean().sqrt()) for each in (found, eager))
         size = float(exact.square().mean().sqrt())
         assert error <= RATIO * accepted, f"rms error {error:.3g}, eager {accepted:.3g}"
-        assert error < 0.1 * size, f"rms error {error:.3g} of {size:.3g}"
+        assert error < 0.3 * size, f"rms error {error:.3g} of {size:.3g}"
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         with torch.no_grad():

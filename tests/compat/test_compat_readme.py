@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -19,6 +20,24 @@ def example(section: str) -> str:
     part = TEXT.split(f"### {section}\n", 1)[1].split("\n#", 1)[0]
     [block] = re.findall(r"```py\n(.*?)```", part, flags=re.DOTALL)
     return block
+
+
+def test_flash_msa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU here may be one without kernels
+    block = example("flash-msa, FlashInfer, fmha_sm100")
+    assert block.count("512") == 2
+    names: dict = {}
+    exec(compile(block.replace("512", "300"), "README.md", "exec"), names)
+    assert names["out"].shape == (2, 300, 16 * 128) and float(names["kl"].detach()) > 0
+    assert all(bool(leaf.grad.any()) for leaf in names["leaves"].values())
+
+
+def test_modules_and_functions_of_the_table_exist() -> None:
+    rows = re.findall(r"^\| .* \| `(msa_tiles\.compat\.\w+)` \| (.*) \|$", TEXT, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for module, told in rows:
+        for name in re.findall(r"`(\w+)`", told):
+            assert callable(getattr(importlib.import_module(module), name)), name
 
 
 def test_transformers(tmp_path: Path) -> None:

@@ -158,6 +158,18 @@ def test_a_training_step_has_the_same_gradients(drawn: Drawn, checkpointed: bool
         assert error.abs().max() <= 2 * accepted.abs().max() + least < 1e-3 * size, name
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_autocast(drawn: Drawn, few: bool) -> None:
+    """A float32 model that computes in bfloat16 errs at most twice as much as the eager one does."""
+    exact, length = drawn.exact, 20 if few else drawn.ids.shape[1]
+    errors = []
+    for implementation in ("eager", "msa_tiles"):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found = drawn.run(implementation, drawn.ids[:, :length], use_cache=False).logits
+        errors.append(float((found - exact[:, :length]).square().mean().sqrt()))
+    assert 0 < errors[1] <= 2 * errors[0] < 0.5 * float(exact.square().mean().sqrt())
+
+
 @pytest.mark.slow
 def test_compiled_decode_needs_no_look_at_the_host(drawn: Drawn) -> None:
     """A step with a static cache is one graph, with and without padding."""
