@@ -286,9 +286,11 @@ def prepare_step(call: StepCall) -> StepLaunch | None:
         (q, k, given.v, idx_q, given.idx_k),
         lookup.broken_rules("decode_topk", topk=call.topk, max_blocks=call.num_blocks)
         + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
-        + lookup.oversized_table(where, block_size),
+        + lookup.oversized_table(where, block_size)
+        + operands.interleaved_keys(given),
         queries=lookup.size_of("sparse_decode", q.shape[0], call.batch_invariant),
         heads=max(q.shape[1], idx_q.shape[1]),
+        unaligned=operands.has_odd_scales(given),
     )
     variant = index.variant(given.of_indexer, block_size)
     of_index = lookup.precision(query=idx_q, index_key=formats.stored(given.idx_k, given.index_k_scale))

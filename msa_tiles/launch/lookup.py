@@ -55,10 +55,12 @@ def call_facts(
     *,
     queries: int,
     heads: int = 1,
+    unaligned: bool = False,
 ) -> CallFacts:
     """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time.
 
-    ``heads`` are the most that one of the tensors has.
+    ``heads`` are the most that one of the tensors has; ``unaligned`` says that another tensor lies where kernels cannot
+    read what they read at a time.
     """
     if heads > MOST_HEADS:
         refusals = (*refusals, f"{heads} heads, wanted at most {MOST_HEADS}: they lie along an axis of the grid")
@@ -69,7 +71,7 @@ def call_facts(
         features.add("q_positions")
     if where.k_offset is not None:
         features.add("k_offset")
-    if not all(aligned(tensor) for tensor in wide):
+    if unaligned or not all(aligned(tensor) for tensor in wide):
         features.add("strided_unaligned")
     if any(expanded(tensor) for tensor in wide):
         features.add("expanded")

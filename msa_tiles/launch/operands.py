@@ -31,10 +31,26 @@ def facts(op: str, call: AttentionCall, **own_dims: int) -> CallFacts:
         },
         (q, k, v),
         lookup.broken_rules("sparse_attention", topk=operands.block_indices.shape[2])
-        + lookup.oversized_table(where, block_size),
+        + lookup.oversized_table(where, block_size)
+        + interleaved_keys(operands),
         queries=lookup.size_of(op, q.shape[0], call.batch_invariant),
         heads=q.shape[1],
+        unaligned=has_odd_scales(operands),
     )
+
+
+def interleaved_keys(operands: Attention | Step) -> tuple[str, ...]:
+    """Why no kernel takes the scales of keys, if none does."""
+    k, scale = operands.k, operands.k_scale
+    if not formats.is_packed(k) or scale is None or scale.dim() == k.dim():
+        return ()
+    return ("scales of k are interleaved, wanted linear ones: kernels take those of v alone in either layout",)
+
+
+def has_odd_scales(operands: Attention | Step) -> bool:
+    """Whether scales of groups lie where a token's cannot be read at once."""
+    pairs = ((operands.k, operands.k_scale), (operands.v, operands.v_scale))
+    return any(formats.is_packed(x) and scale is not None and packed.is_odd(x, scale) for x, scale in pairs)
 
 
 def longest_k(operands: Attention) -> int:

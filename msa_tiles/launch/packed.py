@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from msa_tiles.call.workspace import address
 from msa_tiles.quant import GROUPS
 from msa_tiles.quant.layouts import TOKENS
 
@@ -20,14 +21,35 @@ def of_groups(values: Tensor, scale: Tensor, global_scale: Tensor | None) -> tup
     Scales [.., tokens, G] stay as they are unless ``values`` are pages: those become [.., page / 4, 4, G] whether they
     are linear or interleaved, and only their strides differ. Nothing is copied.
     """
-    if scale.dim() > values.dim():
-        scale = scale.transpose(-1, -2)
-    elif values.dim() == 4:
-        scale = scale.unflatten(-2, (-1, TOKENS))
+    scale = _by_tokens(values, scale)
     if not _GLOBAL[scale.dtype]:
         return values, scale
     outer = _one(values) if global_scale is None else global_scale
     return values, scale, outer.expand(values.shape[1])
+
+
+def is_odd(values: Tensor, scale: Tensor) -> bool:
+    """Whether a token's scales do not lie together, or do not begin at a multiple of as many bytes.
+
+    Of interleaved ones as many bytes are read at once, which belong to several tokens.
+    """
+    if values.dim() == 4 and values.shape[-2] % TOKENS:
+        return True
+    scale = _by_tokens(values, scale)
+    size, (*outer, last) = scale.shape[-1], scale.stride()
+    if scale.dim() > values.dim() and (outer[-1], last) == (1, TOKENS):
+        outer.pop()
+    elif last != 1:
+        return True
+    return bool(address(scale) % size) or any(
+        step % size for step, count in zip(outer, scale.shape, strict=False) if count > 1
+    )
+
+
+def _by_tokens(values: Tensor, scale: Tensor) -> Tensor:
+    if scale.dim() > values.dim():
+        return scale.transpose(-1, -2)
+    return scale.unflatten(-2, (-1, TOKENS)) if values.dim() == 4 else scale
 
 
 def _one(like: Tensor) -> Tensor:

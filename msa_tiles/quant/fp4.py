@@ -11,8 +11,9 @@ from torch import Tensor
 from msa_tiles.quant import layouts, rounding
 from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor
 
-# Values that are in work at a time, in float64.
-CHUNK = 1 << 24
+# Values that are in work at a time, in float64: near the caches of a CPU, and enough to fill a GPU.
+CHUNK = {"cpu": 1 << 18}
+OTHER_CHUNK = 1 << 24
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 # Of scales of groups, (float64 largest magnitudes [n]) -> scales as they are stored.
@@ -99,7 +100,7 @@ def _quantized(
     rows = values.reshape(-1, dim)
     data = torch.empty((rows.shape[0], dim // PACKED), dtype=torch.uint8, device=values.device)
     stored = torch.empty((rows.shape[0], dim // group), dtype=dtype, device=values.device)
-    step = max(CHUNK // max(dim, 1), 1)
+    step = max(CHUNK.get(values.device.type, OTHER_CHUNK) // max(dim, 1), 1)
     for begin in range(0, rows.shape[0] if dim else 0, step):
         part = slice(begin, begin + step)
         exact = rows[part].double().clamp(-_LARGEST, _LARGEST).unflatten(-1, (-1, group))

@@ -9,9 +9,6 @@ LARGEST_E2M1 = 6.0
 LARGEST_E4M3 = 448.0
 NAN_E8M0 = 255
 LEAST_EXPONENT, BIAS_E8M0 = -127, 127
-# The largest number that has each of these codes or a smaller one, and whether it has that code itself: of two numbers
-# equally near the one with the even code is taken.
-_ENDS = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -21,12 +18,11 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def e2m1_codes(values: Tensor) -> Tensor:
     """float64 -> uint8 codes 0 to 15 of e2m1, to nearest even, saturating. NaN, which e2m1 has not, becomes 0."""
-    size = values.abs()
-    codes = values.signbit().to(torch.uint8) << 3
-    codes = torch.where(values.isnan(), 0, codes)
-    for end, inside in _ENDS:
-        codes += (size > end) if inside else (size >= end)
-    return codes
+    size = values.abs().nan_to_num_(nan=0.0)
+    # Steps of 1/2 below 2, of 1 below 4, of 2 above: rounding to even codes is rounding to even steps.
+    steps = torch.where(size < 2, (2 * size).round(), torch.where(size < 4, 2 + size.round(), 4 + (size / 2).round()))
+    codes = steps.clamp_max(7).to(torch.uint8)
+    return torch.where(values.signbit() & ~values.isnan(), codes | 8, codes)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

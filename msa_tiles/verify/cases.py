@@ -41,8 +41,14 @@ class Case:
         return dims_of(self.operator, self.workload, self.point)
 
     def dtype(self, role: str) -> torch.dtype:
-        """What tensors of a role are stored in: `query`, `key_value` or `index_key`."""
-        return getattr(torch, self.precision.roles[role].storage)
+        """What tensors of a role (`query`, `key_value`, `index_key`) are stored in; 4 bits: what they are made of."""
+        format = self.precision.roles[role]
+        return torch.bfloat16 if format.packed > 1 else getattr(torch, format.storage)
+
+    @property
+    def packed(self) -> str:
+        """The format of keys of 4 bits; empty for others."""
+        return self.precision.keys.name if self.precision.keys.packed > 1 else ""
 
     @property
     def tolerance(self) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
 from msa_tiles.ops.build_schedule import build_on
 from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import caches, compare, gradient_parts, index_parts, schedules, training
+from msa_tiles.verify import caches, compare, gradient_parts, index_parts, packed, schedules, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -256,6 +256,8 @@ class SparseAttention:
         self.ids = source.selection(
             self.lengths, dims["num_kv_heads"], dims["topk"], dims["block_size"], case.workload.selection == "sticky"
         )
+        self.k: Any
+        self.v: Any
         where, (self.k, self.v) = placed(
             source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, *flat
         )
@@ -267,7 +269,10 @@ class SparseAttention:
         self.unit = torch.ones(1, 1, device=source.device)
         self.scales: dict[str, Tensor] = {}
         self.scaled: tuple[Tensor, Tensor] | None = None
-        if case.precision.scale is not None:
+        if case.packed:
+            (self.k, self.v), flat = packed.keys_of(case.packed, (self.k, self.v), flat, strided)
+            self.keys = (self.k.dequantize(), self.v.dequantize())
+        elif case.precision.scale is not None:
             given = key_scales(source, dims, self.lengths, strided)
             self.scales = dict(zip(("k_scale", "v_scale"), (stored for stored, _ in given), strict=True))
             self.keys = tuple(map(dequantised, (self.k, self.v), self.scales.values()))

@@ -84,7 +84,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     replaced(specs / "precisions.yaml", "precisions:\n", FORMAT)
     operator = specs / "operators/sparse_decode.yaml"
     replaced(operator, "  q16kv8: {out", "  q16kvi8: {out: 0.03, lse: 0.005}\n  q16kv8: {out")
-    replaced(operator, "precisions: [bf16, q16kv8]", "precisions: [bf16, q16kv8, q16kvi8]")
+    replaced(operator, "precisions: [bf16, q16kv8, q16kv4", "precisions: [bf16, q16kv8, q16kvi8, q16kv4")
     (specs / "operands/cutedsl").mkdir(parents=True)
     (specs / "operands/cutedsl/int8.py").write_text(OPERAND)
     monkeypatch.setattr(operands, "__path__", list(operands.__path__))

@@ -21,7 +21,7 @@ from msa_tiles import ops, runtime
 from msa_tiles.call import backends
 from msa_tiles.call.where import Where
 from msa_tiles.launch import attention, lookup, places, windows, workspaces
-from msa_tiles.quant import FP8
+from msa_tiles.quant import FP8, quantize_mxfp4, quantize_nvfp4, vllm_pages
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.dispatch import fit_variant
@@ -34,7 +34,10 @@ CPU = torch.device("cpu")
 ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NO_DRIVER = "cudaErrorInsufficientDriver|cudaErrorNoDevice"
 # DLPack's (type code, bits).
-CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), FP8: (10, 8)}
+CODES = {
+    torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), torch.uint8: (1, 8), FP8: (10, 8),
+    torch.float8_e8m0fnu: (14, 8),
+}  # fmt: skip
 CUDA = 2  # DLPack's device type
 # Integers may begin anywhere. Requests of one, no, four and 125 tokens.
 LENGTHS = torch.tensor([-1, 0, 1, 1, 5, 130], dtype=torch.int32)[1:]
@@ -276,6 +279,31 @@ def test_attention_on_fp8(
     ids, q = integers(2, 130, 3), make(130, 32, 128)
     getattr(ops, op)(q, k, k, ids, **scales, **where)
     getattr(ops, op)(q, k, k, ids, **scales | {"v_scale": torch.ones(2)}, out=strided(130, 32, 128), **where)
+    assert [name for name in launched if name == op] == [op] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "precision"),
+    sorted(
+        {(c.op, c.precision) for c in default_registry().select(dsl="cutedsl") if c.precision in ("q16kv4", "q16kvmx4")}
+    ),
+)
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_attention_on_four_bits(
+    launched: list[str], op: str, precision: str, place: Callable[..., dict], make: Callable[..., Tensor]
+) -> None:
+    """Scales of values in both layouts, keys and values also in the pages of servers, of a pool of several layers."""
+    where = place(make, 2, 128)
+    quantize = quantize_mxfp4 if "mx" in precision else quantize_nvfp4
+    k = quantize(where.pop("keys"))
+    ids, q = integers(2, 130, 3), make(130, 32, 128)
+    getattr(ops, op)(q, k, k, ids, **where)
+    v, paged_keys = k, "page_table" in where
+    if paged_keys:
+        v = k.with_layout("interleaved")
+    if paged_keys and "mx" not in precision:
+        _, k, v = vllm_pages(torch.zeros(6, 3, 4, 64, 72, dtype=torch.uint8)[:, 1], torch.tensor(0.5))
+    getattr(ops, op)(q, k, v, ids, out=strided(130, 32, 128), **where)
     assert [name for name in launched if name == op] == [op] * 2
 
 

@@ -10,6 +10,7 @@ import torch
 from ops.calls import ATTENTION, OPERATORS, SCORERS, call, paged
 
 from msa_tiles import ops
+from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup, operands
 from msa_tiles.quant import GROUPS, QuantizedTensor, layouts, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
@@ -292,3 +293,29 @@ def test_traced():
     given = (parts["k"].data, parts["k"].scale, parts["v"].data, parts["v"].scale, outer)
     compiled = torch.compile(attention, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*given, **arguments), attention(*given, **arguments))
+
+
+@each_format
+def test_scales_that_kernels_cannot_read(name):
+    """Those of a token lie together, at a multiple of as many bytes, as do the tensors; those of keys are linear."""
+    pages = {layout: packed(drawn("sparse_decode", paged), name, layout) for layout in ("linear", "interleaved")}
+
+    def given(k, v):
+        ids, where = pages["linear"]["block_indices"], Where(page_table=pages["linear"]["page_table"])
+        q = pages["linear"]["q"]
+        return operands.Attention(q, k.data, v.data, ids, where, None, k.scale, v.scale)
+
+    linear, interleaved = pages["linear"]["k"], pages["interleaved"]["k"]
+    for k, v in ((linear, linear), (linear, interleaved)):
+        assert operands.interleaved_keys(given(k, v)) == () and not operands.has_odd_scales(given(k, v))
+    [refusal] = operands.interleaved_keys(given(interleaved, linear))
+    assert "scales of k are interleaved, wanted linear ones" in refusal
+    kind, groups = GROUPS[name].dtype, 64 // GROUPS[name].size
+    shape = linear.scale.shape
+    shifted = torch.zeros(linear.scale.numel() + 1, dtype=torch.uint8)[1:].view(kind).view(shape)
+    apart = torch.zeros(*shape[:-1], 2 * groups, dtype=torch.uint8).view(kind)[..., ::2]
+    uneven = torch.zeros(*shape[:-1], groups + 1, dtype=torch.uint8).view(kind)[..., :groups]
+    wide = torch.zeros(*shape[:-1], 3 * groups, dtype=torch.uint8).view(kind)[..., :groups]
+    for scale, odd in ((shifted, True), (apart, True), (uneven, True), (wide, False)):
+        made = QuantizedTensor(linear.data, scale, name)
+        assert operands.has_odd_scales(given(linear, made)) == operands.has_odd_scales(given(made, linear)) == odd

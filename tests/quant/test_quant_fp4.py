@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from msa_tiles.paths import specs_dir
-from msa_tiles.quant import GROUPS, PACKED, QuantizedTensor, dequantize, quantize_mxfp4, quantize_nvfp4, rounding
+from msa_tiles.quant import GROUPS, PACKED, QuantizedTensor, dequantize, fp4, quantize_mxfp4, quantize_nvfp4, rounding
 from msa_tiles.spec import load
 
 E2M1, E4M3, E8M0 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -201,7 +201,7 @@ def test_a_code_times_its_scale_may_exceed_e4m3():
 def test_pieces_do_not_matter(monkeypatch):
     values = normal(37, 3, 64)[::2].transpose(0, 1)
     whole = quantize_nvfp4(values)
-    monkeypatch.setattr("msa_tiles.quant.fp4.CHUNK", 200)
+    monkeypatch.setitem(fp4.CHUNK, "cpu", 200)
     assert torch.equal(quantize_nvfp4(values).data, whole.data)
     assert torch.equal(quantize_mxfp4(values[:0]).dequantize(), values[:0])
     assert quantize_nvfp4(values[:, :0]).data.shape == (3, 0, 32)

@@ -1,0 +1,67 @@
+"""Keys or values of MXFP4: e2m1 with an e8m0 scale, a power of two, for 32 values.
+
+All become bfloat16, whose exponents are those of e8m0: what is beyond its numbers is infinite there, as in float32.
+"""
+
+import cutlass
+from cutlass import Int32
+
+from msa_tiles.dsl.cutedsl import packed
+from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, e8m0_bits, halves, times_bf16
+from msa_tiles.dsl.cutedsl.packed import Held, Stored
+from msa_tiles.dsl.table import declares
+
+TENSORS = ("", "_scale")
+GROUP = 32
+WHOLE = (127 + POWER_BF16) * 0x800080  # the power of two that codes lack, twice
+
+__all__ = ["TENSORS", "Held", "Left", "Stored", "multiplied", "parts"]
+
+
+@declares
+def parts(name, head_dim, block_size, stages, *, producer, readers):
+    """One pipeline, which TMA and the copies of the producer's lanes fill."""
+    return packed.parts(name, head_dim, block_size, stages, producer=producer, readers=readers, group=GROUP)
+
+
+@declares
+def multiplied(name):
+    """The element of the product that keys ("k") or values ("v") are part of."""
+    return "bfloat16"
+
+
+class Left(packed.Left):
+    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+
+    group = GROUP
+    scale_element = cutlass.Float8E8M0FNU
+    multiplied = staticmethod(multiplied)
+
+    def key_factors(self, scales, token, lane):
+        """What codes are multiplied with, of a token's chunks of 32."""
+        [word] = self.row_of_scales(scales, token)
+        return [value_factor(code, code) for code in (word >> 8 * i & 255 for i in range(self.groups))]
+
+    def key(self, word, code, factor):
+        """Codes `code` and `code` + 4 of a word."""
+        return number(word, code, factor)
+
+    def value_factor(self, first, second):
+        """What codes of two tokens are multiplied with."""
+        return value_factor(first, second)
+
+    def value(self, word, code, factor):
+        return number(word, code, factor)
+
+    def fold(self, value, stored, head):
+        return value
+
+
+def value_factor(first, second):
+    """Two e8m0 -> two bfloat16 in a word; 255 becomes NaN."""
+    return e8m0_bits(first) | e8m0_bits(second) << 16
+
+
+def number(word, code, factor):
+    """Two codes as they are, which may be subnormal only once they are scaled."""
+    return times_bf16(times_bf16(halves(word, code, CODE_BF16), Int32(WHOLE)), factor)
