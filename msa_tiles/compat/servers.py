@@ -35,15 +35,23 @@ def positions(cu_seqlens_q: Tensor, prefix_lens: Tensor, total_q: int) -> Tensor
     return first.index_select(0, request).add_(rows)
 
 
-def workspace(q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, bound: int, block_size: int) -> Tensor:
+def workspace(
+    q: Tensor, idx_q: Tensor, topk: int, num_kv_heads: int, bound: int, block_size: int, batch_invariant: bool = False
+) -> Tensor:
     """A workspace for a decode step. How large it is was kept, because a step asks for it in every layer."""
-    key = (q.shape, idx_q.shape, q.dtype, topk, num_kv_heads, bound, block_size, q.device)
+    key = (q.shape, idx_q.shape, q.dtype, topk, num_kv_heads, bound, block_size, batch_invariant, q.device)
     size = _SIZES.get(key)
     if size is None:
         if len(_SIZES) >= _MOST_SIZES:
             _SIZES.clear()
         size = ops.decode_workspace_bytes(
-            q, topk, num_kv_heads, idx_q=idx_q, max_seqlen_k=bound, block_size=block_size
-        )  # fmt: skip
+            q,
+            topk,
+            num_kv_heads,
+            idx_q=idx_q,
+            max_seqlen_k=bound,
+            block_size=block_size,
+            batch_invariant=batch_invariant,
+        )
         _SIZES[key] = size
     return torch.empty(size, dtype=torch.uint8, device=q.device)

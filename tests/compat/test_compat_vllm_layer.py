@@ -6,6 +6,7 @@ Needs vLLM's files: `MSA_TILES_VLLM_FILES` names a wheel or a directory with the
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import logging
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat.m3 import DIM, FP8, HEADS, Batch, Parameters, drawn
+from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, drawn
 from compat.stand_ins import source_of
 from compat.vllm_layer import LAYER, Layer, vllm_files
 from rounding import close, softmax_terms
@@ -138,7 +139,7 @@ def test_our_classes_are_chosen(state, model, caplog):
         (
             lambda patch, state: patch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True),
             {},
-            "VLLM_BATCH_INVARIANT is set",
+            "VLLM_BATCH_INVARIANT is set, and there are drafts",
         ),
         (lambda patch, state: None, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is fp8_e5m2"),
     ],
@@ -150,12 +151,48 @@ def test_what_is_left_to_vllm(state, model, monkeypatch, caplog, change, named, 
     indexer = importlib.import_module("vllm.models.minimax_m3.common.indexer")
     asked = {"topk_blocks": 16, "kv_cache_dtype": "auto", "num_kv_heads": 1} | named
     with caplog.at_level(logging.INFO, logger="vllm.msa_tiles"):
-        Layer(state, *batch_of("left", "decode")[:2])  # sets the configuration
+        Layer(state, *batch_of("left", "drafts")[:2], drafts=3)  # sets the configuration
         chosen = attention.select_main_backend_and_impl_cls(**asked)
         assert chosen == (attention.MiniMaxM3SparseBackend, attention.MiniMaxM3SparseTritonImpl)
         selector = indexer.select_indexer_impl_cls(topk_blocks=16, indexer_kv_dtype="bf16")
         assert selector is (model.IndexerImpl if named else indexer.MiniMaxM3IndexerTritonImpl)
     assert f"leaves MiniMax M3's attention to vLLM ({said(asked)}): {reason}" in caplog.text
+
+
+def test_batch_invariance(state, model, calls, monkeypatch):
+    """Operators are called as batch invariant, decode with a bound that is no batch's, and a row alone has its bits."""
+    monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True)
+    named = []
+
+    def keep(call, *given, **options):
+        named.append((call, options["batch_invariant"], options["max_seqlen_k"]))
+        return call(*given, **options)
+
+    for name in ("msa_decode", "sparse_attention"):
+        monkeypatch.setattr(ops, name, functools.partial(keep, getattr(ops, name)))
+    batch, given, *_ = batch_of("invariant", "mixed")
+    layer = Layer(state, batch, given)
+    out = layer.forward()
+    check(layer, out)
+    assert set(calls) == {"select_blocks", "msa_decode", "sparse_attention"}
+    assert [invariant for _, invariant, _ in named] == [True, True]
+    assert named[0][2] == batch.width * PAGE
+    first = Batch.__new__(Batch)
+    first.__dict__.update(vars(batch))
+    first.queries, first.lengths, first.ends = batch.queries[:1], batch.lengths[:1], batch.ends[:1]
+    first.q, first.idx_q, first.seq_lens = batch.q[:1], batch.idx_q[:1], batch.seq_lens[:1]
+    first.table = batch.table[:1]
+    assert torch.equal(Layer(state, first, given).forward()[0], out[0])
+
+    def unshared(*given, batch_invariant, **options):
+        named.append(batch_invariant)
+        return own(*given, batch_invariant=batch_invariant, **options)
+
+    own = ops.sparse_decode
+    monkeypatch.setattr(ops, "sparse_decode", unshared)
+    layer = Layer(state, batch, given, shared_table=False)
+    check(layer, layer.forward())
+    assert True in named
 
 
 def said(named):

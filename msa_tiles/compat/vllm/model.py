@@ -2,7 +2,8 @@
 
 Importing it replaces the functions by which vLLM's layers choose the implementations of indexer and attention. Where
 they would choose vLLM's Triton ones, ours are chosen, which subclass them and hand back to them what our kernels do not
-serve; caches, metadata and their builders stay vLLM's. ``VLLM_BATCH_INVARIANT`` leaves the choice to vLLM.
+serve; caches, metadata and their builders stay vLLM's. With ``VLLM_BATCH_INVARIANT`` our operators are called as batch
+invariant, but for drafts: whether vLLM takes a request's for a decode step depends on the other requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.models.minimax_m3 import (
     MiniMaxM3MTP,
@@ -127,6 +129,7 @@ class SparseImpl(vllm_attention.MiniMaxM3SparseTritonImpl):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.kinds = notes.Kinds(log, "MiniMax M3's attention")
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     def takes(self, layer: Any, metadata: Any) -> bool:
         """Whether a step is ours, as far as can be said before it runs."""
@@ -153,8 +156,8 @@ class SparseImpl(vllm_attention.MiniMaxM3SparseTritonImpl):
         rows, count = given.num_actual_tokens, given.num_decode_tokens
         q, out = (x[:rows].view(-1, self.num_heads, self.head_size) for x in (query, output))
         ids = layer.topk_indices_buffer[:rows].transpose(0, 1)
-        scales = (layer._k_scale, layer._v_scale) if self.use_fp8_kv else (None, None)
-        attending = steps.Attending(kv_cache, self.num_kv_heads, self.scale, *scales)
+        k_scale, v_scale = (layer._k_scale, layer._v_scale) if self.use_fp8_kv else (None, None)
+        attending = steps.Attending(kv_cache, self.num_kv_heads, self.scale, k_scale, v_scale, self.batch_invariant)
         if given.num_decodes:
             indexer = _indexer(layer)
             with self.kinds.trying("decode"):
@@ -189,8 +192,8 @@ def why_not() -> str | None:
     """Why this process leaves MiniMax M3 to vLLM."""
     if not current_platform.is_cuda():
         return "the platform is not CUDA"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is set"
+    if envs.VLLM_BATCH_INVARIANT and get_current_vllm_config().speculative_config is not None:
+        return "VLLM_BATCH_INVARIANT is set, and there are drafts"
     return None
 
 

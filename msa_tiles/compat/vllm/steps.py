@@ -15,7 +15,7 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.compat import kept, servers
-from msa_tiles.compat.vllm import caches, operators
+from msa_tiles.compat.vllm import caches
 from msa_tiles.compat.vllm.caches import PAGE
 
 
@@ -47,13 +47,20 @@ class Attending(NamedTuple):
     softmax_scale: float
     k_scale: Tensor | None
     v_scale: Tensor | None
+    batch_invariant: bool = False
 
     def operands(self, head_dim: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """k and v, and the keyword arguments that go with them."""
+        """k and v, and the keyword arguments that every operator takes with them."""
         k, v = caches.keys_and_values(self.cache, self.num_kv_heads, head_dim)
         k, v, k_scale, v_scale = caches.scales(k, v, self.k_scale, self.v_scale)
-        scales = {"k_scale": k_scale, "v_scale": v_scale, "softmax_scale": self.softmax_scale}
-        return (k, v), scales
+        options = {
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "softmax_scale": self.softmax_scale,
+            "block_size": PAGE,
+            "batch_invariant": self.batch_invariant,
+        }
+        return (k, v), options
 
 
 @torch.no_grad()
@@ -74,34 +81,37 @@ def select_prefill(idx_q: Tensor, index_cache: Tensor, prefill: Any, by: Selecti
 @torch.no_grad()
 def attend_prefill(q: Tensor, ids: Tensor, prefill: Any, given: Attending, out: Tensor) -> None:
     """Attention of a prefill over its blocks, into ``out`` [T, Hq, D]."""
-    (k, v), scales = given.operands(q.shape[-1])
-    ops.sparse_attention(q, k, v, ids, **_where_prefill(prefill), **scales, block_size=PAGE, out=out)
+    (k, v), options = given.operands(q.shape[-1])
+    ops.sparse_attention(q, k, v, ids, **_where_prefill(prefill), **options, out=out)
 
 
 @torch.no_grad()
 def attend_decode(q: Tensor, ids: Tensor, metadata: Any, given: Attending, out: Tensor) -> None:
     """Attention of a decode step over blocks that are selected already, into ``out`` [T, Hq, D]."""
-    operators.minimax_m3_sparse_attn_decode(
+    (k, v), options = given.operands(q.shape[-1])
+    count = metadata.decode_query_len
+    ops.sparse_decode(
         q,
-        given.cache,
+        k,
+        v,
         ids,
-        metadata.block_table,
-        metadata.seq_lens,
-        given.num_kv_heads,
-        given.softmax_scale,
-        out,
-        metadata.decode_query_len,
-        given.k_scale,
-        given.v_scale,
+        cu_seqlens_q=kept.multiples(count, metadata.seq_lens.shape[0] + 1, q.device),
+        page_table=metadata.block_table,
+        seqused_k=metadata.seq_lens,
+        max_seqlen_q=count,
+        **options,
+        out=out,
     )
 
 
 @torch.no_grad()
 def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Tensor) -> None:
     """A decode step: into ``ids`` int32 [Hkv, T, topk] the blocks of every query, into ``out`` [T, Hq, D] attention."""
-    (k, v), scales = given.operands(q.shape[-1])
+    (k, v), options = given.operands(q.shape[-1])
     idx_q, index_cache, metadata, by = deferred
-    bound = servers.rounded(metadata.max_seq_len, metadata.block_table.shape[1] * PAGE)
+    # A step is invariant among those of one bound, and vLLM's is that of the batch.
+    most = metadata.block_table.shape[1] * PAGE
+    bound = most if given.batch_invariant else servers.rounded(metadata.max_seq_len, most)
     count = metadata.decode_query_len
     ops.msa_decode(
         q,
@@ -115,11 +125,10 @@ def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Te
         seqused_k=metadata.seq_lens,
         max_seqlen_q=count,
         max_seqlen_k=bound,
-        **scales,
-        block_size=PAGE,
+        **options,
         init_blocks=by.init_blocks,
         local_blocks=by.local_blocks,
-        workspace=servers.workspace(q, idx_q, by.topk, given.num_kv_heads, bound, PAGE),
+        workspace=servers.workspace(q, idx_q, by.topk, given.num_kv_heads, bound, PAGE, given.batch_invariant),
         out=out,
         lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
         block_indices=ids,
