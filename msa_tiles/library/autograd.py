@@ -85,3 +85,16 @@ def register(
         return found + (None,) * (size - len(found))
 
     operator.registered_functional.register_autograd(full, setup_context=keep)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = operator.compute(layout.unflatten(arguments))
+            keep(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            return full(ctx, *gradients)
+
+    operator.differentiable = Differentiable

@@ -27,12 +27,13 @@ from msa_tiles.scoped import held
 NAMESPACE = "msa_tiles"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Operator(Generic[Call]):
     """``functional(call)`` returns fresh outputs; ``mutating(call, *outputs)`` returns nothing.
 
-    torch's dispatcher takes longer on the host than the kernels of a decode step on the GPU. A call that nobody traces,
-    transforms or differentiates goes past it.
+    torch's dispatcher takes longer on the host than the kernels of a decode step on the GPU. A call that nobody traces
+    or transforms goes past it; one whose gradients are recorded, through `differentiable`. Besides, the dispatcher's
+    first call of an operator imports torch._dynamo, which takes a second or two.
     """
 
     name: str
@@ -42,13 +43,20 @@ class Operator(Generic[Call]):
     buffers: tuple[str, ...]  # names of what the caller may give to be written
     registered_functional: Any
     registered_mutating: Any
+    differentiable: type[torch.autograd.Function] | None = None  # see `msa_tiles.library.autograd.register`
+
+    def compute(self, call: Call) -> Any:
+        """Fresh outputs, for whom nobody records gradients."""
+        results = self.allocate(call)
+        self.write(call, *results)
+        return results if len(results) > 1 else results[0]
 
     def functional(self, call: Call) -> Any:
         arguments = self.layout.flatten(call)
         if plain(arguments):
-            results = self.allocate(call)
-            self.write(call, *results)
-            return results if len(results) > 1 else results[0]
+            return self.compute(call)
+        if self.differentiable is not None and untraced() and ordinary(arguments):
+            return self.differentiable.apply(*arguments)
         results = self.registered_functional(*arguments)
         _refuse_tangents(self.name, arguments, results if isinstance(results, tuple) else (results,))
         return results
@@ -89,6 +97,12 @@ def plain(arguments: Sequence[Any]) -> bool:
         if type(value) not in _ORDINARY or value.is_meta or (recording and value.requires_grad):
             return False
     return True
+
+
+def ordinary(arguments: Sequence[Any]) -> bool:
+    """Are all tensors among these torch's own, with memory?"""
+    tensors = (value for value in arguments if isinstance(value, Tensor))
+    return all(type(value) in _ORDINARY and not value.is_meta for value in tensors)
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -172,6 +173,21 @@ def test_kernels_compile_between_odd_names(dsl: str, cell, cute, tmp_path: Path)
         "HOME": "/dev/null/home",
     }
     subprocess.run([sys.executable, "-c", code, *places], env=environment, check=True)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_first_calls_import_nothing_slow(order: int, tmp_path: Path) -> None:
+    """No DSL, though it is there, and no torch._dynamo, which is a second or two: a training step neither."""
+    program = Path(__file__).parents[1] / "gpu" / "serving.py"
+    steps = ["select", "attention", "decode", "training"][::order]
+    environment = {**os.environ, "MSA_TILES_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, str(program), "cpu", *steps], capture_output=True, text=True, env=environment, check=True
+    )
+    report = json.loads(done.stdout)
+    assert list(report["seconds"]) == steps
+    assert report["compiled"] == 0 and report["slow"] == []
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.gpu
