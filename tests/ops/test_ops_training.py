@@ -29,7 +29,7 @@ SIGNATURES = {
     "index_scale=None, token_weights=None, schedule=None, workspace=None, deterministic=None, backend='auto'",
     "msa_attention": f"q, k, v, idx_q, idx_k, topk, *, {WHERE}, block_size=128, init_blocks=0, local_blocks=1, "
     "softmax_scale=None, index_scale=None, token_weights=None, workspace=None, return_lse=False, return_kl=False, "
-    "return_block_indices=False, deterministic=None, backend='auto'",
+    "return_block_indices=False, deterministic=None, batch_invariant=False, backend='auto'",
     "sparse_attention_backward": "dout, q, k, v, out, lse, block_indices, *, dlse=None, "
     f"{WHERE.replace(' page_table=None,', '')}, block_size=128, softmax_scale=None, schedule=None, workspace=None, "
     "deterministic=None, backend='auto'",
