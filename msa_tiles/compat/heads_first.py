@@ -58,12 +58,11 @@ def where(num_queries: int, keys: Tokens, first: Tensor | None, end: int | Tenso
     """The keyword arguments that place ``num_queries`` queries and the keys of each row.
 
     The keys of row b are the slots from ``first[b]`` (None: 0) to ``end``, an integer, or a tensor [] or [B]; its
-    queries are the last ones of these. Nothing synchronises.
+    queries are the last ones of these. Lengths are told for a single row, too, because a top-k sees no keys. Nothing
+    synchronises.
     """
     bounds = {"max_seqlen_q": num_queries, "max_seqlen_k": keys.length}
     whole = first is None and isinstance(end, int) and end == keys.length
-    if whole and keys.batch == 1:
-        return bounds
     device = keys.packed.device
     begin = starts(keys.batch, keys.pitch, device)
     if whole and keys.pitch == keys.length:

@@ -67,17 +67,17 @@ class Bfloat16(NamedTuple):
         self.accept(self.run(self.ids, use_cache=False))
         self.accept(self.run(self.ids[:1]), slice(0, 1))
 
-    def check_decode(self, kind: str, prompt: int) -> None:
+    def check_decode(self, kind: str, prompt: int, batch: int = 2) -> None:
         """A prompt, eight tokens at once, the rest one by one."""
-        length = self.ids.shape[1]
+        ids, length = self.ids[:batch], self.ids.shape[1]
         cache = (
             transformers.DynamicCache(config=self.model.config)
             if kind == "dynamic"
             else transformers.StaticCache(config=self.model.config, max_cache_len=length + 29)
         )
         ends = [prompt, prompt + 8, *range(prompt + 9, length + 1)]
-        pieces = [self.run(self.ids[:, begin:end], cache=cache) for begin, end in zip([0, *ends], ends, strict=False)]
-        self.accept(torch.cat(pieces, 1))
+        pieces = [self.run(ids[:, begin:end], cache=cache) for begin, end in zip([0, *ends], ends, strict=False)]
+        self.accept(torch.cat(pieces, 1), slice(0, batch))
 
     def check_padding(self, lengths: tuple[int, int], steps: int) -> None:
         """A left-padded batch, and some tokens after it."""

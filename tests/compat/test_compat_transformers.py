@@ -55,6 +55,23 @@ def test_cached_decode(drawn: Drawn, kind: str) -> None:
     drawn.accept(torch.cat(pieces, 1))
 
 
+def test_cached_decode_of_one_sequence(drawn: Drawn) -> None:
+    """Of a batch of one; tokens that were not accepted are taken off the cache again."""
+    cache = CACHES["dynamic"](drawn.model.config)
+    ids, exact, eager = drawn.ids[1:], drawn.exact[1:], drawn.eager(drawn.ids)[1:]
+    pieces = [ours(drawn, ids[:, :PROMPT], cache=cache)]
+    for begin in range(PROMPT, PROMPT + 12, 3):
+        wrong = torch.flip(ids[:, begin : begin + 5], dims=(1,))
+        ours(drawn, wrong, cache=cache)
+        cache.crop(-5)
+        pieces += [
+            ours(drawn, ids[:, begin : begin + 1], cache=cache),
+            ours(drawn, ids[:, begin + 1 : begin + 3], cache=cache),
+        ]
+    found = torch.cat(pieces, 1)
+    drawn.accept(found, exact[:, : found.shape[1]], eager[:, : found.shape[1]])
+
+
 def padded(lengths: tuple[int, ...], ids: Tensor, side: str) -> tuple[Tensor, Tensor]:
     """Ids and mask [B, max of lengths]."""
     width = max(lengths)
@@ -107,6 +124,18 @@ def test_generation_of_a_padded_batch_is_that_of_its_prompts(drawn: Drawn) -> No
             drawn.ids[row : row + 1, :length], attention_mask=torch.ones(1, length, dtype=torch.int64), **options
         )
         assert torch.equal(found[row], wanted[0, -6:])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "assisted"])
+def test_generation_that_rearranges_its_cache(drawn: Drawn, options: dict[str, int]) -> None:
+    ids = drawn.ids[: 2 if "num_beams" in options else 1, :PROMPT]
+    found = []
+    for implementation in ("eager", "msa_tiles"):
+        drawn.model.set_attn_implementation(implementation)
+        found.append(drawn.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **options
+        ))  # fmt: skip
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("how", ["positions", "rows", "cu_seq_lens"])
@@ -298,6 +327,7 @@ def test_bfloat16_errs_as_much_as_eager() -> None:
     drawn.check_prefill()
     drawn.check_decode("dynamic", 280)
     drawn.check_decode("static", 280)
+    drawn.check_decode("dynamic", 290, batch=1)
     drawn.check_padding((150, 290), 3)
     drawn.check_packed(200)
     drawn.check_training(200)

@@ -31,8 +31,9 @@ def test_prefill(drawn: Bfloat16) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_cached_decode(drawn: Bfloat16, kind: str) -> None:
-    drawn.check_decode(kind, PROMPT)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_cached_decode(drawn: Bfloat16, kind: str, batch: int) -> None:
+    drawn.check_decode(kind, PROMPT, batch)
 
 
 def test_left_padding(drawn: Bfloat16) -> None:
