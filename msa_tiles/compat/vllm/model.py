@@ -25,7 +25,7 @@ from vllm.models.minimax_m3.common import indexer as vllm_indexer
 from vllm.models.minimax_m3.common import sparse_attention as vllm_attention
 from vllm.platforms import current_platform
 
-from msa_tiles.compat import notes
+from msa_tiles.compat import notes, warm
 from msa_tiles.compat.vllm import operators, steps
 from msa_tiles.compat.vllm.caches import PAGE
 from msa_tiles.quant import FP8
@@ -48,6 +48,7 @@ class IndexerImpl(vllm_indexer.MiniMaxM3IndexerTritonImpl):
         self.deferred: steps.Deferred | None = None
         # Kept beside it, to select by vLLM's operators after all.
         self.index_query: Tensor | None = None
+        warm.ahead(log, warm.indexer(self.index_cache.dtype, self.topk_blocks))
 
     def forward(self, index_query: Tensor, **for_rocm: Any) -> tuple[Tensor | None, Tensor | None]:
         """The ids of decode and prefill, int32 [Hkv, T, topk] each, in ``topk_indices_buffer``.
@@ -130,6 +131,7 @@ class SparseImpl(vllm_attention.MiniMaxM3SparseTritonImpl):
         super().__init__(*given, **named)
         self.kinds = notes.Kinds(log, "MiniMax M3's attention")
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        warm.ahead(log, warm.attention(self.use_fp8_kv, self.num_heads // self.num_kv_heads))
 
     def takes(self, layer: Any, metadata: Any) -> bool:
         """Whether a step is ours, as far as can be said before it runs."""
