@@ -156,7 +156,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         capacity=variants.capacity,
         ci=variants.ci_points(row.ci),
         features=row.features,
-        where=row.where,
+        where=row.where.of(operator.where),
         derived=row.derived,
     )
     if row.threads is not None:

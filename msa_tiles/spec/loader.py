@@ -10,8 +10,8 @@ from typing import TypeVar
 from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.hardware import read_target
-from msa_tiles.spec.inherit import resolved
-from msa_tiles.spec.mistakes import Location, Mistakes, SpecError
+from msa_tiles.spec.inherit import Heir, resolved
+from msa_tiles.spec.mistakes import Location, Mistakes, SpecError, joined
 from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, Workload, frozen
 from msa_tiles.spec.precisions import read_precisions
 from msa_tiles.spec.source import Node, read, shown
@@ -48,7 +48,22 @@ def _read_all(mistakes: Mistakes, layers: Sequence[Sequence[Path]], reader: Call
     whole = [len(files) for files in layers] == [len(files) for files in nodes]
     # Where a file cannot be read at all, who inherits from it cannot either.
     roots = mistakes.read(resolved, nodes) if whole else None
-    return mistakes.entries(lambda name, root: reader(root, name), roots or {})
+    return mistakes.entries(lambda name, root: _read(root, name, reader), roots or {})
+
+
+def _read(root: Node, name: str, reader: Callable[[Node, str], T]) -> T:
+    """What the reader makes of a file. A mistake that is only one with what an heir says is the heir's."""
+    try:
+        return reader(root, name)
+    except SpecError as error:
+        if not isinstance(root, Heir):
+            raise
+        beneath: dict[str, SpecError] = {}
+        try:
+            reader(root.parent, Path(root.parent.where.file).stem)
+        except SpecError as known:
+            beneath = {each.sentence: each for each in known.mistakes}
+        raise joined(beneath.get(each.sentence, each.of(root.where)) for each in error.mistakes) from None
 
 
 def link(
@@ -62,7 +77,10 @@ def link(
         multiplied = mistakes.passes(_check_precisions, precisions, targets)
         linked: dict[str, Operator] = {}
         for name, operator in operators.items():
-            mistakes.read(_check_workloads, operator, precisions)
+            try:
+                _check_workloads(operator, precisions)
+            except SpecError as error:
+                mistakes.add(error.of(operator.where))
             # Rows need both.
             if not mistakes.passes(_check_tolerance, operator, precisions) or not multiplied:
                 continue
@@ -196,7 +214,7 @@ def _check_rows(operator: Operator, targets: Mapping[str, Target], precisions: M
     with Mistakes() as mistakes:
         for row in operator.kernels:
             if found := unfit(row, operator, targets, precisions):
-                mistakes.add(_at(row, *found))
+                mistakes.add(_at(row, *found).of(operator.where))
 
 
 def unfit(

@@ -12,11 +12,18 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Location:
+    """A line of a file, and where `inherited` is said what matters with it, if that is elsewhere."""
+
     file: str
     line: int
+    inherited: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" + (f", with what it inherits from {self.inherited}" if self.inherited else "")
+
+    def of(self, heir: Location) -> Location:
+        """A place in a file that `heir` inherits from, as one of the heir, which its author can mend."""
+        return self if self.file == heir.file else Location(heir.file, heir.line, str(self))
 
 
 class SpecError(ValueError):
@@ -30,6 +37,10 @@ class SpecError(ValueError):
         self.where = where
         self.sentence = sentence
         self.others = tuple(others)
+
+    def of(self, heir: Location) -> SpecError:
+        """The same mistakes, told of the file that inherits."""
+        return joined(SpecError(each.where.of(heir), each.sentence) for each in self.mistakes)
 
     @property
     def mistakes(self) -> tuple[SpecError, ...]:

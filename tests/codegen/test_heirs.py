@@ -117,10 +117,28 @@ def test_mistakes_are_reported_where_they_stand(file: str, text: str, line: int,
         load(toy.specs, *[ABOVE] * file.startswith("above"))
 
 
-def test_a_value_that_is_inherited_is_reported_in_its_own_file(toy: Toy) -> None:
+def test_a_value_that_does_not_go_with_what_is_inherited_is_the_heirs_mistake(toy: Toy) -> None:
     write("specs/targets/heir.yaml", HEIR + "capability: [7, 5]\n")
-    with pytest.raises(SpecError, match=r"targets/toy\.yaml:\d+: arch must be sm_75"):
+    told = r"targets/heir\.yaml:1, with what it inherits from \S*targets/toy\.yaml:\d+: arch must be sm_75"
+    with pytest.raises(SpecError, match=told):
         load(toy.specs)
+
+
+def test_a_mistake_beneath_is_told_once_where_it_stands(toy: Toy) -> None:
+    text = (toy.specs / "targets/toy.yaml").read_text()
+    (toy.specs / "targets/toy.yaml").write_text(text.replace("threads_per_block:", "threads_per_blocks:"))
+    write("specs/targets/heir.yaml", HEIR)
+    with pytest.raises(SpecError) as caught:
+        load(toy.specs)
+    assert "heir.yaml" not in str(caught.value) and str(caught.value).count("threads_per_blocks") == 1
+
+
+def test_a_workload_or_a_row_that_an_heir_makes_wrong_is_told_of_the_heir(toy: Toy) -> None:
+    operator = "op: scale\ninherits: scale\n"
+    write(ABOVE / "operators/scale.yaml", operator + "rules: [total_q > 100000]\n")
+    told = r"above/operators/scale\.yaml:1, with what it inherits from \S*specs/operators/scale\.yaml:\d+: workload"
+    with pytest.raises(SpecError, match=told):
+        load(toy.specs, ABOVE)
 
 
 def test_files_that_inherit_from_each_other(toy: Toy) -> None:
