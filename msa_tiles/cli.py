@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msa_tiles import __version__, console, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, pack, support, tune, verify
-from msa_tiles.commands._options import add_tree
+from msa_tiles.commands._options import add_tree, is_target, targets_of
 from msa_tiles.errors import ToolError
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as used:
             for tree in args.tree:
                 used.enter_context(trees.use(tree))
+            if any(not is_target(name) for name in getattr(args, "target", None) or ()):
+                args.target = targets_of(args.target)
             return args.func(args)
     except KeyboardInterrupt:
         console.complain("msa-tiles: interrupted")

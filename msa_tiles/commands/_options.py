@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +33,11 @@ def add_names(parser: argparse.ArgumentParser, option: str, metavar: str, help: 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Options that narrow a command down to some cells."""
     for name in FILTERS:
-        what = "precisions or groups of precisions, such as fp8" if name == "precision" else f"{name}s"
-        add_names(parser, f"--{name}", f"{name.upper()},…", f"only cells of these {what}")
+        what = {
+            "precision": "precisions or groups of precisions, such as fp8",
+            "target": "targets, or cards such as H100",
+        }
+        add_names(parser, f"--{name}", f"{name.upper()},…", f"only cells of these {what.get(name, f'{name}s')}")
 
 
 def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
@@ -80,6 +84,25 @@ def check_filters(filters: Mapping[str, Iterable[str]], known: Mapping[str, Coll
     """Raise ValueError for a name that nothing has, with the one that may have been meant."""
     for name, given in filters.items():
         names.check(f"--{name}", given, known[name])
+
+
+def is_target(name: str) -> bool:
+    """Whether a name is like those that targets have."""
+    return re.fullmatch(r"sm_?\d+[af]?", name) is not None
+
+
+def targets_of(given: Sequence[str]) -> list[str]:
+    """Targets, where some may be told by the name of a card, such as H100."""
+    from msa_tiles import trees
+    from msa_tiles.spec import load
+    from msa_tiles.spec.cards import card_of
+
+    specs = load(*trees.specs_dirs())
+    found: dict[str, None] = {}
+    for name in given:
+        card = None if name in specs.targets else card_of(name, specs)
+        found[name if card is None else card[0].name] = None
+    return list(found)
 
 
 def known_names(registry: Registry) -> dict[str, list[str]]:

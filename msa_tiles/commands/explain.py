@@ -7,12 +7,11 @@ import collections
 import dataclasses
 import inspect
 import json
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_json, add_names, add_variant, at_least, known_names
+from msa_tiles.commands._options import add_json, add_names, add_variant, at_least, is_target, known_names
 from msa_tiles.commands.support import is_generated
 from msa_tiles.names import check, unknown
 from msa_tiles.spec.model import DSLS
@@ -33,7 +32,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("op", metavar="OP", help="operator, for example sparse_attention")
     parser.add_argument(
         "--device",
-        help="cuda, cuda:1, or a target such as sm90 (default: the GPU here, else the target with most kernels)",
+        help="cuda, cuda:1, a target such as sm90, or a card such as H100 (default: the GPU here, else the target with "
+        "most kernels)",
     )
     parser.add_argument("--precision", default="bf16", help="precision of the call, or its group (default bf16)")
     add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
@@ -58,7 +58,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from msa_tiles.runtime.facts import device_facts, target_facts
+    from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
 
@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.device or ("cuda" if torch.cuda.is_available() else usual)
     if name in registry.targets:
         torch_device, device = torch.device("cuda"), target_facts(registry.targets[name])
+    elif name.partition(":")[0] not in ("cpu", "cuda") and (card := card_facts(name)) is not None:
+        torch_device, device = torch.device("cuda"), card
     else:
         try:
             torch_device = torch.device(name)
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             targets = ", ".join(registry.targets)
             why = (
                 f"no spec has a target {name}; a tree of your own can have one, see --tree"
-                if _is_target(name)
+                if is_target(name)
                 else str(error)
             )
             raise ValueError(f"--device {name}: {why}; targets: {targets}") from error
@@ -156,10 +158,6 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, registry:
     told = explain(getattr(operators, args.op), **call, **backend, device=name)
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
     return 0 if told.served else 1
-
-
-def _is_target(name: str) -> bool:
-    return re.fullmatch(r"sm_?\d+[af]?", name) is not None
 
 
 def _decide(

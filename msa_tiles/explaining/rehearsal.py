@@ -30,7 +30,7 @@ from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime import packs
 from msa_tiles.runtime.compiler import find_compiled
 from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
-from msa_tiles.runtime.facts import DeviceFacts, device_facts, standing_for, target_facts
+from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
 from msa_tiles.runtime.registry import Registry, default_registry
 
 # Operators whose time is that of the operators they are made of.
@@ -51,8 +51,9 @@ def explain(
 
     ``operator`` is one of `msa_tiles.ops`. Tensors may lie anywhere, also on the meta device: their shapes, dtypes,
     strides and addresses count, and the lengths of requests where they have values. They are taken to lie on
-    ``device``: a target such as ``"sm90"``, ``"cuda"``, ``"cpu"``; by default on their own CUDA device, else on one of
-    the target that has most kernels. The backward pass is a call of its own.
+    ``device``: a target such as ``"sm90"``, a card such as ``"H100"``, ``"cuda"``, ``"cpu"``; by default on their own
+    CUDA device, else, and the answer says so, on one of the target that has most kernels. The backward pass is a call
+    of its own.
 
     Raises what the call would raise for wrong arguments, TypeError for something that is no operator, ValueError for a
     device that no spec knows. That no kernel serves the call is no error: see `Explanation.served`.
@@ -66,6 +67,11 @@ def explain(
     fakes = _Fakes(given)
     met = _Met(registry)
     notes: list[str] = []
+    if device is None and given and given[0].device.type != "cuda":
+        place_of, cpu = given[0].device.type, " What runs on the CPU is the reference: device='cpu'."
+        notes.append(
+            f"No device is named and the tensors are on {place_of}: as if on {facts}.{cpu * (place_of == 'cpu')}"
+        )
     moved, named_moved = fakes.of(arguments), fakes.of(named)
     on_kernels = backends.rehearsing() if place.type == "cuda" else contextlib.nullcontext()
     with standing_for(facts), meeting(met), registration.rehearsing(), on_kernels, fakes:
@@ -98,6 +104,8 @@ def _where(
     try:
         place = torch.device(device)
     except RuntimeError:
+        if (card := card_facts(str(device))) is not None:
+            return torch.device("cuda", 0), card
         raise ValueError(unknown("device", str(device), (*targets, "cuda", "cpu"))) from None
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", 0)

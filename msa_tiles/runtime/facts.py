@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from msa_tiles import trees
 from msa_tiles.runtime.registry import Target
 from msa_tiles.scoped import held
+from msa_tiles.spec import load
+from msa_tiles.spec.cards import card_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,15 @@ def capability(device: torch.device) -> tuple[int, int]:
     if (stood_for := _stood_for.get()) is not None and stood_for.capability is not None:
         return stood_for.capability
     return torch.cuda.get_device_capability(device)
+
+
+def card_facts(name: str) -> DeviceFacts | None:
+    """Facts of the card of this name, such as H100, as the specs list it; None where they list none of it."""
+    found = card_of(name, load(*trees.specs_dirs()))
+    if found is None:
+        return None
+    target, device = found
+    return DeviceFacts(device.name, target.name, device.sm_count, target.capability)
 
 
 def target_facts(target: Target) -> DeviceFacts:

@@ -368,7 +368,7 @@ class TestPoints:
             ('["combine"]', "entry 0 is 'combine', wanted an object"),
             ('[{"precision": "bf16"}]', "wanted an object of op"),
             ('[{"op": "combine", "size": 1}]', "wanted an object of op"),
-            ('[{"op": "nothing"}]', "entry 0: op nothing is unknown; known: build_schedule"),
+            ('[{"op": "nothing"}]', "entry 0: op nothing is unknown; known: append_index"),
             ('[{"op": "combine", "variant": {"head_dim": 96}}]', "no kernel for sm90 has such points"),
             ('[{"op": "combine", "variant": {"heads": 1}}]', "names heads, combine has head_dim"),
             ('[{"op": "combine", "variant": {"head_dim": "128"}}]', "wanted a number"),

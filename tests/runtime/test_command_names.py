@@ -142,8 +142,10 @@ def test_a_build_of_two_operators_builds_both(
 
     monkeypatch.setattr("msa_tiles.runtime.build.build", built)
     monkeypatch.setattr("msa_tiles.runtime.toolchain.missing", lambda dsl: None)
-    assert cli.main(["build", "--op", "combine", "--op", "topk_select", "--target", "sm90"]) == 0
-    assert set(asked) == {"combine", "topk_select"}
+    for target in ("sm90", "H200"):
+        asked.clear()
+        assert cli.main(["build", "--op", "combine", "--op", "topk_select", "--target", target]) == 0
+        assert set(asked) == {"combine", "topk_select"}
 
 
 def test_an_operator_without_kernels_of_its_own_names_those_it_launches(capsys: pytest.CaptureFixture[str]) -> None:

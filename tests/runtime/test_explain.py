@@ -125,6 +125,35 @@ def test_sizes_that_make_no_call(arguments: tuple[str, ...], sentence: str, caps
     assert status == 2 and sentence in text
 
 
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("H200", "NVIDIA H200 (sm90)"),
+        ("h100", "NVIDIA H100 80GB HBM3 (sm90)"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe (sm90)"),
+        ("gb300", "NVIDIA GB300 (sm103)"),
+    ],
+)
+def test_a_card_stands_for_its_target(name: str, card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = explain(capsys, "combine", "--device", name)
+    assert text.startswith(f"combine on {card}")
+
+
+@pytest.mark.parametrize("name", ["H20", "NVIDIA", "80GB A100"])
+def test_a_card_that_no_spec_has_is_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "combine", "--device", name]) == 2
+    assert f"--device {name}: " in capsys.readouterr().err
+
+
+def test_a_flag_that_no_call_has(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "sparse_decode", "--device", "sm90", "--queries", "5", "--batch-invariant")
+    assert status == 0 and "batch_invariant: the bits of a row" in text
+    status, text = explain(capsys, "combine", "--device", "sm90", "--queries", "5", "--batch-invariant")
+    assert status == 2 and "--batch-invariant: combine has no such argument" in text
+    status, text = explain(capsys, "sparse_decode", "--device", "sm90", "--batch-invariant")
+    assert status == 2 and "--batch-invariant needs --queries" in text
+
+
 def test_a_precision_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "sparse_attention", "--device", "sm90", "--precision", "nvfp4"]) == 2
     assert "--precision nvfp4: sparse_attention has no kernels of it, only of bf16, fp8" in capsys.readouterr().err

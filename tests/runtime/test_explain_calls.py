@@ -383,3 +383,17 @@ def test_what_is_told_of_a_kernel() -> None:
     lost = dataclasses.replace(told, kernels=(missing,))
     assert not lost.served and "\n  0 launches, " in str(lost)
     assert dataclasses.replace(told, kernels=(dataclasses.replace(missing, optional=True),)).served
+
+
+@pytest.mark.parametrize(("device", "cpu"), [("meta", False), ("cpu", True)])
+def test_a_call_without_a_device_says_what_it_is_taken_for(device: str, cpu: bool) -> None:
+    arguments = {
+        name: torch.empty_like(part, device=device) for name, part in arguments_of("combine", queries=4).items()
+    }
+    note = f"No device is named and the tensors are on {device}: as if on NVIDIA H100 80GB HBM3 (sm90)."
+    told = str(msa_tiles.explain(ops.combine, **arguments))
+    assert note in told and ("What runs on the CPU is the reference: device='cpu'." in told) == cpu
+    for named in ("sm90", "H200", "cpu"):
+        told = str(msa_tiles.explain(ops.combine, **arguments, device=named))
+        assert "No device is named" not in told
+    assert "combine on NVIDIA H200 (sm90)" in str(msa_tiles.explain(ops.combine, **arguments, device="h200"))
