@@ -37,12 +37,12 @@ SIGNATURES = {
     "build_schedule": f"block_indices, *, {WHERE}, block_size=128",
     "sparse_attention": f"q, k, v, block_indices, *, {WHERE}, block_size=128, softmax_scale=None, q_scale=None, "
     "k_scale=None, v_scale=None, schedule=None, workspace=None, return_lse=False, out=None, lse=None, "
-    "deterministic=None, backend='auto'",
+    "deterministic=None, batch_invariant=False, backend='auto'",
     "combine": "partial_out, partial_lse, *, out=None, lse=None, backend='auto'",
     "msa_decode": f"q, k, v, idx_q, idx_k, topk, *, {WHERE.replace(' k_offset=None,', '')}, block_size=128, "
     "init_blocks=0, local_blocks=1, softmax_scale=None, index_q_scale=None, index_k_scale=None, q_scale=None, "
     "k_scale=None, v_scale=None, workspace=None, return_lse=False, out=None, lse=None, block_indices=None, "
-    "backend='auto'",
+    "batch_invariant=False, backend='auto'",
 }
 # A decode operator takes what the operator takes whose answer it gives.
 SIGNATURES |= {
