@@ -195,6 +195,22 @@ def test_what_no_kernel_serves_is_sglangs(monkeypatch, caplog):
     assert tried["msa_decode"] == 1 and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_kernels_are_compiled_with_the_first_call(monkeypatch):
+    """Those of prefill, too, and not again."""
+    asked = []
+    monkeypatch.setattr(hooks.warm, "ahead", lambda log, calls: asked.extend(calls))
+    hooks._ahead.cache_clear()
+    draw = drawn("ahead")
+    batch = Batch(draw, HEADS[8], [1, 1], [300, 128], 37, dtype=FP8, index_dtype=FP8)
+    for _ in range(2):
+        hooks.decode(never, **decode_of(draw, batch, Parameters(16, 0, 1)))
+    hooks._ahead.cache_clear()
+    assert [call.partition(",")[0] for call in asked] == [
+        *("select_blocks", "decode_score", "decode_topk", "sparse_attention", "sparse_decode")
+    ]
+    assert "q8k8" in asked[0] and "topk=16" in asked[0] and "q16kv8,group=8" in asked[3].replace("precision=", "")
+
+
 def test_wrong_arguments_are_named():
     draw = drawn("wrong")
     batch = decoding(draw)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept, notes, servers
+from msa_tiles.compat import kept, notes, servers, warm
 from msa_tiles.compat.sglang import pools
 from msa_tiles.compat.sglang.calls import Decode, Prefill
 from msa_tiles.quant import FP8
@@ -52,6 +52,7 @@ def _around(
     else:
         reason = call.why_not() or ("SGLang is to be deterministic" if _deterministic() else None)
         if reason is None and kinds.takes(kind):
+            _ahead(call.idx_q.dtype, call.topk, call.k_cache.dtype, call.q.shape[1] // call.k_cache.shape[1])
             try:
                 with kinds.trying(kind), torch.no_grad():
                     result = ours(call, original)
@@ -188,6 +189,12 @@ def _shape_of_ids(call: Prefill | Decode) -> torch.Size:
 def _said(call: Prefill | Decode) -> str:
     heads = f"{call.q.shape[1]} query heads, {call.k_cache.shape[1]} KV heads"
     return f"{heads}, {str(call.k_cache.dtype).removeprefix('torch.')}, pages of {call.page_size}"
+
+
+@functools.lru_cache(maxsize=16)
+def _ahead(index_dtype: torch.dtype, topk: int, dtype: torch.dtype, group: int) -> None:
+    """With the first call, which SGLang makes while it starts, compile what prefill and decode need."""
+    warm.ahead(log, (*warm.indexer(index_dtype, topk), *warm.attention(dtype == FP8, group)))
 
 
 @functools.lru_cache(maxsize=1)
