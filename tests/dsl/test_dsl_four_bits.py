@@ -131,10 +131,9 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
     monkeypatch.setattr(cute, "copy", copy)
     monkeypatch.setattr(cute, "recast_tensor", lambda tensor, _element: tensor, raising=False)
     monkeypatch.setattr(cute, "make_copy_atom", lambda op, *_rest, **_more: op if isinstance(op, tuple) else None)
-    packed = lanes.helper("packed")
     of_warps = types.SimpleNamespace(LdMatrix8x8x16bOp=lambda transposed, _count: (transposed,))
-    monkeypatch.setitem(packed.__dict__, "warp", of_warps)
-    monkeypatch.setitem(packed.__dict__, "cpasync", types.SimpleNamespace(CopyG2SOp=lambda: None))
+    monkeypatch.setitem(lanes.helper("packed_left").__dict__, "warp", of_warps)
+    monkeypatch.setitem(lanes.helper("packed").__dict__, "cpasync", types.SimpleNamespace(CopyG2SOp=lambda: None))
     return {name: lanes.helper(f"operands.{name}") for name in GROUPS}
 
 
@@ -146,6 +145,7 @@ def memory(values: Tensor, bits: int, kind: type = SharedMemory) -> Any:
 
 def left(module: types.ModuleType, name: str, transposed: bool, block: int = 64, dim: int = 128) -> Any:
     side = object.__new__(module.Left)
+    side.name = "v" if transposed else "k"
     side.block_size, side.head_dim, side.transposed, side.threads = block, dim, transposed, THREADS
     side.rows, side.depth = (dim, block) if transposed else (block, dim)
     side.groups = dim // GROUPS[name].size
@@ -304,6 +304,42 @@ def prepared(side: Any) -> Tensor:
 
 
 @each_format
+@pytest.mark.parametrize(
+    ("which", "dim", "layout"), [("k", 64, "linear"), ("v", 64, "linear"), ("v", 128, "interleaved")]
+)
+def test_a_block_on_the_right_side(
+    formats: dict[str, types.ModuleType], name: str, which: str, dim: int, layout: str
+) -> None:
+    """One warp makes a tile of it: rows of panels of 64 columns, swizzled by 128 bytes; then the bytes are free."""
+    module, block = formats[name], 64
+    given = drawn(name, block, dim, layout)
+    side = object.__new__(module.Right)
+    side.name, side.block_size, side.head_dim, side.groups = which, block, dim, dim // GROUPS[name].size
+    tile = memory(torch.full((block * dim,), 1), 16)
+    freed: Any = []
+    held = module.HeldRight(
+        lanes.Tensor(tile, 0, (block, dim), (dim, 1)),
+        None,
+        None,
+        lanes.Tensor(memory(swizzled(given.data[1]), 8), 0, (block, dim // 2), (dim // 2, 1)),
+        None,
+        Pointer(freed, 0),
+        lanes.Tensor(
+            memory(given.scale[1].contiguous().view(torch.uint8), 8), 0, (side.groups, block), (1, side.groups)
+        ),
+        [Int32(1 if layout == "interleaved" else side.groups)],
+    )
+    lanes.launch(lambda: side.bring(held, Int32(0), Int32(0), Int32(0)), (), (1,), 32)
+    assert freed == [0]
+    row, column = torch.meshgrid(torch.arange(block), torch.arange(dim), indexing="ij")
+    place = (column // 64 * block + row) * 64 + ((column % 64 // 8) ^ (row % 8)) * 8 + column % 8
+    found = (
+        torch.tensor([int(x) for x in tile], dtype=torch.int32).to(torch.int16)[place].view(DTYPES[name][which == "v"])
+    )
+    same(found, exact(given.dequantize()[1], LACKING[name][which == "v"]))
+
+
+@each_format
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("pages_per_block", "layout"), [(0, "linear"), (1, "linear"), (4, "interleaved")])
 def test_scales_are_copied(
@@ -350,3 +386,5 @@ def test_a_head_has_a_scale(formats: dict[str, types.ModuleType]) -> None:
             (3.0 if name == "nvfp4" else 1.0) * 2.0**lacking for lacking in LACKING[name]
         )  # fmt: skip
     assert left(formats["nvfp4"], "nvfp4", False).factors(None, 0, 0, 0) is None
+    assert left(formats["nvfp4"], "nvfp4", True).of_head(stored, 1) == 3 * 2.0**14
+    assert left(formats["mxfp4"], "mxfp4", True).of_head(stored, 1) is None

@@ -52,6 +52,9 @@ Of a precision that multiplies keys as they are stored, it also makes S = Q K^T,
   product, left_sides, stages_of   the multiplications, the tile of queries and the ring's stages as they take them
   score     starts the product with a stage
 
+Formats of 4 bits share their storage and both sides (msa_tiles.dsl.cutedsl.packed, packed_left, packed_right); a module
+here has the group, the scales, and what a code becomes.
+
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries
   parts(name, head_dim, block_size, stages, *, producer, freed, **scales) -> Parts

@@ -6,22 +6,32 @@ All become bfloat16, whose exponents are those of e8m0: what is beyond its numbe
 import cutlass
 from cutlass import Int32
 
-from msa_tiles.dsl.cutedsl import packed
+from msa_tiles.dsl.cutedsl import packed_left, packed_right
 from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, e8m0_bits, halves, times_bf16
-from msa_tiles.dsl.cutedsl.packed import Held, Stored
+from msa_tiles.dsl.cutedsl.packed import Stored
+from msa_tiles.dsl.cutedsl.packed_left import Held
+from msa_tiles.dsl.cutedsl.packed_right import HeldRight
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale")
 GROUP = 32
 WHOLE = (127 + POWER_BF16) * 0x800080  # the power of two that codes lack, twice
 
-__all__ = ["TENSORS", "Held", "Left", "Stored", "multiplied", "parts"]
+__all__ = ["TENSORS", "Held", "HeldRight", "Left", "Right", "Stored", "multiplied", "parts", "right_parts"]
 
 
 @declares
 def parts(name, head_dim, block_size, stages, *, producer, readers):
     """One pipeline, which TMA and the copies of the producer's lanes fill."""
-    return packed.parts(name, head_dim, block_size, stages, producer=producer, readers=readers, group=GROUP)
+    return packed_left.parts(name, head_dim, block_size, stages, producer=producer, readers=readers, group=GROUP)
+
+
+@declares
+def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspected):
+    """What TMA and copies bring, and what the keeper makes of it for the readers."""
+    return packed_right.parts(
+        name, head_dim, block_size, multiplied(name), producer=producer, keeper=keeper, readers=readers, group=GROUP
+    )
 
 
 @declares
@@ -30,8 +40,8 @@ def multiplied(name):
     return "bfloat16"
 
 
-class Left(packed.Left):
-    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+class Format:
+    """What the scales are, and how codes are decoded. K of a left side has the factors of a lane at once."""
 
     group = GROUP
     scale_element = cutlass.Float8E8M0FNU
@@ -53,8 +63,23 @@ class Left(packed.Left):
     def value(self, word, code, factor):
         return number(word, code, factor)
 
+    def key_factor(self, code):
+        """What codes of one token are multiplied with."""
+        return value_factor(code, code)
+
     def fold(self, value, stored, head):
         return value
+
+    def of_head(self, stored, head):
+        return None
+
+
+class Left(Format, packed_left.Left):
+    """Blocks as the left side of products."""
+
+
+class Right(Format, packed_right.Right):
+    """Blocks as the right side of products of 64-row tiles."""
 
 
 def value_factor(first, second):

@@ -9,10 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from msa_tiles.dsl.cutedsl import packed
+from msa_tiles.dsl.cutedsl import packed_left, packed_right
 from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, CODE_F16, POWER_BF16, POWER_F16, both, halves, times_bf16, times_f16
 from msa_tiles.dsl.cutedsl.operands.e4m3 import decode_f16, widen
-from msa_tiles.dsl.cutedsl.packed import Held, Stored
+from msa_tiles.dsl.cutedsl.packed import Stored
+from msa_tiles.dsl.cutedsl.packed_left import Held
+from msa_tiles.dsl.cutedsl.packed_right import HeldRight
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale", "_global_scale")
@@ -20,13 +22,21 @@ GROUP = 16
 # Of keys, what the largest scale may be multiplied with: 448 is below 2**9, bfloat16 ends at 2**128.
 KEY_POWER = 118
 
-__all__ = ["TENSORS", "Held", "Left", "Stored", "multiplied", "parts"]
+__all__ = ["TENSORS", "Held", "HeldRight", "Left", "Right", "Stored", "multiplied", "parts", "right_parts"]
 
 
 @declares
 def parts(name, head_dim, block_size, stages, *, producer, readers):
     """One pipeline, which TMA and the copies of the producer's lanes fill."""
-    return packed.parts(name, head_dim, block_size, stages, producer=producer, readers=readers, group=GROUP)
+    return packed_left.parts(name, head_dim, block_size, stages, producer=producer, readers=readers, group=GROUP)
+
+
+@declares
+def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspected):
+    """What TMA and copies bring, and what the keeper makes of it for the readers."""
+    return packed_right.parts(
+        name, head_dim, block_size, multiplied(name), producer=producer, keeper=keeper, readers=readers, group=GROUP
+    )
 
 
 @declares
@@ -35,8 +45,8 @@ def multiplied(name):
     return "bfloat16" if name == "k" else "float16"
 
 
-class Left(packed.Left):
-    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+class Format:
+    """What the scales are, and how codes are decoded. K of a left side has the factors of a lane at once."""
 
     group = GROUP
     scale_element = cutlass.Float8E4M3FN
@@ -60,9 +70,24 @@ class Left(packed.Left):
     def value(self, word, code, factor):
         return times_f16(halves(word, code, CODE_F16), factor)
 
+    def key_factor(self, code):
+        """What codes of one token are multiplied with."""
+        return widen(value_factor(code, code), Float32(2.0**KEY_POWER))
+
     def fold(self, value, stored, head):
-        lacking = POWER_F16 if self.transposed else POWER_BF16 - KEY_POWER
-        return value * stored.of_heads[head] * 2.0**lacking
+        return value * self.of_head(stored, head)
+
+    def of_head(self, stored, head):
+        lacking = POWER_F16 if self.name == "v" else POWER_BF16 - KEY_POWER
+        return stored.of_heads[head] * 2.0**lacking
+
+
+class Left(Format, packed_left.Left):
+    """Blocks as the left side of products."""
+
+
+class Right(Format, packed_right.Right):
+    """Blocks as the right side of products of 64-row tiles."""
 
 
 def key_factors(scales):
