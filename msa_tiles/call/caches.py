@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msa_tiles.call import backends, scales, validate
+from msa_tiles.call import backends, formats, scales, validate
 from msa_tiles.quant import FP8, QuantizedTensor
 
 ROWS = (torch.bfloat16, torch.float32)
@@ -16,7 +16,10 @@ STORED = {"bf16": torch.bfloat16, "e4m3": FP8}
 
 
 class Rows(NamedTuple):
-    """A validated call of append_kv, but for what it writes: k, v [T, Hkv, D], and scales that are given."""
+    """A validated call of append_kv, but for what it writes: k, v [T, Hkv, D], and scales that are given.
+
+    The given scales of 4-bit caches are their global ones.
+    """
 
     k: Tensor
     v: Tensor
@@ -44,7 +47,7 @@ class IndexRows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache in pages, [pages, Hkv, page, D] or [pages, page, Di], and its scales: given ones, or ones to write."""
+    """A cache in pages, [pages, Hkv, page, D] or [pages, page, Di], and its scales: given ones, and ones to write."""
 
     data: Tensor
     given: Tensor | None
@@ -67,21 +70,30 @@ def cache_of(
 
     It is [pages, …, page, D], or [slots, …, D], which becomes pages of one slot.
     """
+    global_scale = None
     if isinstance(value, QuantizedTensor):
-        if value.format not in STORED:
-            validate.refuse_type(name, f"format {value.format!r}", "'e4m3': rows are not appended to 4-bit caches yet")
-        value, scale, _ = scales.unpacked_keys(name, value, scale, scale_name)
-    heads = like.dim() == 3
+        if format not in (None, value.format):
+            validate.refuse_type(name, f"format {value.format!r}", f"format={format!r}")
+        format = None
+        value, scale, global_scale = scales.unpacked_keys(name, value, scale, scale_name)
+    given, heads = value, like.dim() == 3
     paged, pool = ("[pages, Hkv, page, D]", "[slots, Hkv, D]") if heads else ("[pages, page, Di]", "[slots, Di]")
     if not isinstance(value, Tensor):
         validate.refuse_type(name, type(value).__name__, f"a tensor {paged} or {pool}, or a QuantizedTensor")
     if value.dim() not in (like.dim(), like.dim() + 1):
         validate.refuse(name, f"shape {validate.shape_text(value.shape)}", f"{paged} or {pool}")
     slots_alone = value.dim() == like.dim()
-    value = _stored(name, value, format)
+    packed = formats.is_packed(value) and isinstance(given, QuantizedTensor)
+    value = value if packed else _stored(name, value, format)
     size_of_page = [] if slots_alone else [None]
-    wanted = [None, *like.shape[1:-1], *size_of_page, like.shape[-1]]
+    if formats.width(value) != like.shape[-1] and packed:
+        validate.refuse(name, f"{formats.width(value)} values a row", f"{like.shape[-1]} like {like_name}")
+    wanted = [None, *like.shape[1:-1], *size_of_page, value.shape[-1] if packed else like.shape[-1]]
     validate.destination(name, value, wanted, pool if slots_alone else paged, value.dtype, like, like_name)
+    if packed:
+        validate.written(f"the scale of {name}", scale)
+        return Cache(*((each.unsqueeze(-2) if slots_alone else each) for each in (value,)), global_scale,
+                     scale.unsqueeze(-2) if slots_alone else scale)
     if value.dtype != FP8:
         validate.scale(scale_name, scale)
         return Cache(value.unsqueeze(-2) if slots_alone else value, None, None)

@@ -10,6 +10,8 @@ from torch import Tensor
 from msa_tiles.call import validate
 from msa_tiles.call.workspace import address
 
+_MOST_PLACES = 4  # at a stride, that are looked at one by one
+
 
 def refuse_overlaps(
     names: Sequence[str], arguments: Sequence[Any], buffer_names: Sequence[str], buffers: Sequence[Tensor | None]
@@ -26,57 +28,41 @@ def refuse_overlaps(
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share bytes, as far as can be told: rows that interleave with equal strides do not."""
-    first, last = address(one), address(other)
+    """Whether two tensors share bytes, as far as can be told: rows that interleave do not."""
     if not one.numel() or not other.numel():
         return False
-    if first + _span(one) <= last or last + _span(other) <= first:
-        return False
-    if one.stride() == other.stride() and one.dtype == other.dtype:
-        steps = [step for step in zip(one.stride(), one.shape, other.shape, strict=True) if max(step[1:]) > 1]
-        return _meet((last - first) // one.element_size(), sorted(steps, reverse=True))
-    pitches = (_pitch(one), _pitch(other))
-    if pitches[0] != pitches[1] or not pitches[0]:
-        return True
-    # Rows at equal distances: they interleave where each ends before the other's next begins.
-    pitch = pitches[0]
-    offset = (last - first) % pitch
-    return not (_row(one) <= offset and offset + _row(other) <= pitch)
+    sizes = (_sizes(one), _sizes(other))
+    strides = sorted({*sizes[0], *sizes[1]}, reverse=True)
+    steps = [(stride, sizes[0].get(stride, 1), sizes[1].get(stride, 1)) for stride in strides]
+    return _meet(address(other) - address(one), steps)
+
+
+def _sizes(value: Tensor) -> dict[int, int]:
+    """How many places there are at each stride in bytes, those of an element at 1."""
+    found = {1: value.element_size()}
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if size > 1 and stride:
+            step = stride * value.element_size()
+            found[step] = found.get(step, 1) + size - 1
+    return found
 
 
 def _meet(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether elements of two tensors are the same, which begin at a distance.
+    """Whether some byte is of two tensors, the second of which begins `distance` behind the first.
 
-    ``steps`` are stride, size and the other's size of each dimension, the largest stride first. Where every stride
-    passes over what the smaller ones reach, each says of its index that it is one of two; elsewhere the answer may be
-    that they meet where they do not.
+    ``steps`` are strides and how many places each of the two has at them, the largest first. Where too many pairs of
+    places would have to be looked at, they are taken to meet.
     """
+    reach, other_reach = (sum((step[side] - 1) * step[0] for step in steps) for side in (1, 2))
+    if not -other_reach <= distance <= reach:
+        return False
     if not steps:
-        return distance == 0
+        return True
     (stride, size, other_size), *smaller = steps
-    reach = sum((max(sizes) - 1) * step for step, *sizes in smaller)
-    if stride <= reach or stride == 0:
-        return abs(distance) <= reach + (max(size, other_size) - 1) * stride
-    nearest = distance // stride
-    return any(
-        -other_size < index < size and _meet(distance - index * stride, smaller) for index in (nearest, nearest + 1)
-    )
-
-
-def _span(value: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (reach + 1) * value.element_size()
-
-
-def _pitch(value: Tensor) -> int:
-    """The largest stride, in bytes; 0 for a single element."""
-    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
-    return max(strides, default=0) * value.element_size()
-
-
-def _row(value: Tensor) -> int:
-    """Bytes of what lies within the largest stride."""
-    pitch = _pitch(value) // value.element_size()
-    counts = (size for size, stride in zip(value.shape, value.stride(), strict=True) if stride == pitch)
-    return _span(value) - (max(counts, default=1) - 1) * pitch * value.element_size()
+    reach, other_reach = (sum((step[side] - 1) * step[0] for step in smaller) for side in (1, 2))
+    # How many strides lie between two places, so that what remains may be bridged by the smaller ones.
+    least = max(-((reach - distance) // stride), 1 - other_size)
+    most = min((distance + other_reach) // stride, size - 1)
+    if most - least >= _MOST_PLACES:
+        return True
+    return any(_meet(distance - count * stride, smaller) for count in range(least, most + 1))
