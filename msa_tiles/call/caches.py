@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 class IndexRows(NamedTuple):
-    """A validated call of append_index, but for what it writes: idx_k [T, Di], and a scale that is given."""
+    """A validated call of append_index, but for what it writes: idx_k [T, Di], and a scale that is given, like that."""
 
     idx_k: Tensor
     slot_mapping: Tensor
@@ -70,40 +70,47 @@ def cache_of(
 
     It is [pages, …, page, D], or [slots, …, D], which becomes pages of one slot.
     """
-    global_scale = None
-    if isinstance(value, QuantizedTensor):
-        if format not in (None, value.format):
-            validate.refuse_type(name, f"format {value.format!r}", f"format={format!r}")
-        format = None
-        value, scale, global_scale = scales.unpacked_keys(name, value, scale, scale_name)
-    given, heads = value, like.dim() == 3
+    heads = like.dim() == 3
     paged, pool = ("[pages, Hkv, page, D]", "[slots, Hkv, D]") if heads else ("[pages, page, Di]", "[slots, Di]")
+    quantised = value if isinstance(value, QuantizedTensor) else None
+    global_scale = None
+    if quantised is not None:
+        if format not in (None, quantised.format):
+            validate.refuse_type(name, f"format {quantised.format!r}", f"{format!r}, as format says")
+        value, scale, global_scale = scales.unpacked_keys(name, value, scale, scale_name)
     if not isinstance(value, Tensor):
         validate.refuse_type(name, type(value).__name__, f"a tensor {paged} or {pool}, or a QuantizedTensor")
     if value.dim() not in (like.dim(), like.dim() + 1):
         validate.refuse(name, f"shape {validate.shape_text(value.shape)}", f"{paged} or {pool}")
     slots_alone = value.dim() == like.dim()
-    packed = formats.is_packed(value) and isinstance(given, QuantizedTensor)
-    value = value if packed else _stored(name, value, format)
-    size_of_page = [] if slots_alone else [None]
-    if formats.width(value) != like.shape[-1] and packed:
-        validate.refuse(name, f"{formats.width(value)} values a row", f"{like.shape[-1]} like {like_name}")
-    wanted = [None, *like.shape[1:-1], *size_of_page, value.shape[-1] if packed else like.shape[-1]]
+    packed = quantised is not None and formats.is_packed(value)
+    if not packed:
+        value = _stored(name, value, format)
+    if formats.width(value) != like.shape[-1]:
+        validate.refuse(name, f"{formats.width(value)} values in a row", f"{like.shape[-1]} like {like_name}")
+    wanted = [None, *like.shape[1:-1], *([] if slots_alone else [None]), value.shape[-1]]
     validate.destination(name, value, wanted, pool if slots_alone else paged, value.dtype, like, like_name)
+    data = value.unsqueeze(-2) if slots_alone else value
     if packed:
-        validate.written(f"the scale of {name}", scale)
-        return Cache(*((each.unsqueeze(-2) if slots_alone else each) for each in (value,)), global_scale,
-                     scale.unsqueeze(-2) if slots_alone else scale)
+        validate.written(f"the scales of {name}", scale)
+        if slots_alone and scale.dim() > value.dim():
+            validate.refuse(f"the scales of {name}", "the layout 'interleaved' for slots", "'linear', or pages")
+        return Cache(data, global_scale, scale.unsqueeze(-2) if slots_alone else scale)
     if value.dtype != FP8:
         validate.scale(scale_name, scale)
-        return Cache(value.unsqueeze(-2) if slots_alone else value, None, None)
+        return Cache(data, None, None)
     own = tuple(value.shape[:-1])
     shapes: dict[str, tuple[int, ...]] = {"[]": ()}
     if heads:
         shapes["[Hkv]"] = (like.shape[1],)
-    shapes["[slots, Hkv]" if heads and slots_alone else "[slots]" if slots_alone else paged.replace(", D", "")] = own
+    shapes[
+        "[slots, Hkv]"
+        if heads and slots_alone
+        else "[slots]"
+        if slots_alone
+        else paged.replace(", Di", "").replace(", D", "")
+    ] = own
     scales.check_scale(scale_name, scale, value, name, shapes, required=heads)
-    data = value.unsqueeze(-2) if slots_alone else value
     if scale is None or tuple(scale.shape) != own:
         return Cache(data, scale, None)
     validate.written(scale_name, scale)
@@ -170,6 +177,8 @@ def append_kv(
     if values.data.shape != keys.data.shape:
         wanted = f"{validate.shape_text(keys.data.shape)} like k_cache"
         validate.refuse("v_cache", f"shape {validate.shape_text(values.data.shape)}", wanted)
+    if (came := formats.stored(values.data, values.written)) != (wanted := formats.stored(keys.data, keys.written)):
+        validate.refuse_type("v_cache", f"format {came!r}", f"{wanted!r} like k_cache")
     if (keys.written is None) != (values.written is None):
         came = "given scales" if values.written is None else "scales to be computed"
         validate.refuse("v_scale", came, "the same kind as k_scale: both given, or one for every token of both caches")

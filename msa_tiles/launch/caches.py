@@ -20,7 +20,7 @@ def run_kv(
 ) -> None:
     """Write keys and values."""
     tensors = call.k, call.v, k_cache, v_cache
-    facts = _facts("append_kv", call.k, tensors, k_cache, k_scales is not None, key_value=k_cache)
+    facts = _facts("append_kv", call.k, tensors, k_cache, k_scales, key_value=formats.stored(k_cache, k_scales))
     kernel = lookup.find_kernel(facts, call.backend)
     if call.k.numel() and k_cache.numel():
         kernel(*kv_arguments(call, k_cache, v_cache, k_scales, v_scales))
@@ -38,7 +38,7 @@ def kv_arguments(
 def run_index(call: IndexRows, cache: Tensor, scales: Tensor | None = None) -> None:
     """Write index keys."""
     idx_k, cache = call.idx_k[:, None], cache[:, None]
-    facts = _facts("append_index", idx_k, (idx_k, cache), cache, scales is not None, index_key=cache)
+    facts = _facts("append_index", idx_k, (idx_k, cache), cache, scales, index_key=formats.stored(cache, scales))
     kernel = lookup.find_kernel(facts, call.backend)
     if idx_k.numel() and cache.numel():
         kernel(*index_arguments(call, cache[:, 0], scales))
@@ -58,12 +58,12 @@ def slot_words(slot_mapping: Tensor) -> Tensor:
 
 
 def _facts(
-    op: str, rows: Tensor, wide: tuple[Tensor, ...], cache: Tensor, computed: bool, **stored: Tensor
+    op: str, rows: Tensor, wide: tuple[Tensor, ...], cache: Tensor, written: Tensor | None, **stored: str
 ) -> CallFacts:
     num_heads, head_dim = rows.shape[1:]
     variant = {"head_dim": head_dim, "float32_rows": int(rows.dtype == torch.float32)}
     if formats.is_quantised(cache):
-        variant["token_scales"] = int(computed)
+        variant["token_scales"] = int(written is not None)
     refusals = []
     num_slots, num_rows = cache.shape[0] * cache.shape[2], rows.shape[0] * num_heads
     if num_slots >= MOST_SLOTS:

@@ -25,7 +25,8 @@ def append_index(
 
     ``idx_k`` [T, Di], bfloat16 or float32; ``cache`` [pages, page, Di], or a pool [slots, Di]; ``slot_mapping`` int64
     or int32 [T]. An e4m3 cache has one given ``scale``, float32 [], where None stands for 1, or one of every token,
-    float32 [pages, page] (of a pool [slots]; any strides), which is computed and written beside the key.
+    float32 [pages, page] (of a pool [slots]; any strides), which is computed and written beside the key. 4-bit caches
+    as there.
     """
     call, held = calls.append_index(idx_k, cache, slot_mapping, format=format, scale=scale, backend=backend)
     _OPERATOR.mutating(call, held.data, held.written)

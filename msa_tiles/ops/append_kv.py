@@ -38,6 +38,10 @@ def append_kv(
     ``k`` and ``v`` hold, to nearest even, and what exceeds e4m3's range becomes its largest number; NaN stays NaN.
     ``format`` ("bf16" or "e4m3") names what a cache stores, which lets an e4m3 one come as bytes (torch.uint8).
 
+    4-bit caches are a `QuantizedTensor` of nvfp4 or mxfp4 each, such as `msa_tiles.quant.vllm_pages` views, of linear
+    or interleaved scales: those of groups are computed as `quantize_nvfp4` and `quantize_mxfp4` have it, and written;
+    the global scale is given. So far on the reference alone.
+
     Nothing is allocated and nothing synchronises; a captured graph serves other rows and slots at the same addresses.
     No gradient passes.
     """

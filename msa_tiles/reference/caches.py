@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from msa_tiles.quant import FP8, round_fp8, scale_of
+from msa_tiles.quant import FP8, GROUPS, quantize_mxfp4, quantize_nvfp4, round_fp8, scale_of
+from msa_tiles.quant.layouts import TOKENS
 
 
 def append_kv(
@@ -23,7 +24,7 @@ def append_kv(
     """Write k, v [T, H, D] into caches [pages, H, page, D] in place; see `msa_tiles.ops.append_kv`.
 
     Of e4m3 caches, ``k_scale`` and ``v_scale`` [] or [H] are given, or ``k_scales`` and ``v_scales`` [pages, H, page]
-    are written beside the rows.
+    are written beside the rows. Of 4-bit caches those of groups are written, and the global ones given.
     """
     append_rows(k, k_cache, slot_mapping, k_scale, k_scales)
     append_rows(v, v_cache, slot_mapping, v_scale, v_scales)
@@ -46,13 +47,17 @@ def append_rows(
 ) -> None:
     """Write rows [T, H, D] into a cache [pages, H, page, D] at their slots, page * page size + place.
 
-    Rows whose slot is negative or not in the cache are skipped.
+    Rows whose slot is negative or not in the cache are skipped. Into a cache of bytes go two values each, and into
+    ``scales`` those of their groups, linear or interleaved; ``scale`` is then the global one.
     """
     num_pages, _, page_size, _ = cache.shape
     kept = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     slots = slot_mapping[kept].long()
     values = rows[kept]
     page, place = slots // max(page_size, 1), slots % max(page_size, 1)
+    if cache.dtype == torch.uint8 and scales is not None:
+        _append_groups(values, cache, page, place, scale, scales)
+        return
     if cache.dtype != FP8:
         cache[page, :, place] = values.to(cache.dtype)
         return
@@ -64,5 +69,20 @@ def append_rows(
         values = values / own[..., None]
     elif scale is not None:
         values = values / scale.expand(cache.shape[1])[:, None]
-    # torch moves bytes by an index, but not every dtype of one byte.
     cache.view(torch.uint8)[page, :, place] = round_fp8(values).view(torch.uint8)
+
+
+def _append_groups(
+    values: Tensor, cache: Tensor, page: Tensor, place: Tensor, global_scale: Tensor | None, scales: Tensor
+) -> None:
+    """Rows [n, H, D] of 4 bits, in the format that the scales are of."""
+    if scales.dtype == GROUPS["nvfp4"].dtype:
+        made = quantize_nvfp4(values, 1.0 if global_scale is None else global_scale)
+    else:
+        made = quantize_mxfp4(values)
+    cache[page, :, place] = made.data
+    stored, groups = scales.view(torch.uint8), made.scale.view(torch.uint8)
+    if scales.dim() > cache.dim():
+        stored[page, :, place // TOKENS, :, place % TOKENS] = groups
+    else:
+        stored[page, :, place] = groups

@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+import msa_tiles
 from msa_tiles import ops, runtime
 from msa_tiles.call import backends
 from msa_tiles.launch import caches as launch
-from msa_tiles.quant import FP8, QuantizedTensor, dequantize, quantize_fp8
+from msa_tiles.quant import (
+    FP8,
+    QuantizedTensor,
+    dequantize,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    vllm_pages,
+)
 
 BF16 = torch.bfloat16
 SLOTS = torch.tensor([7, 0, -1, 30, 31, 12])  # of 32; 30 and 31 stand at the end of the last page
@@ -161,6 +170,56 @@ def test_caches_come_as_bytes_or_quantised() -> None:
         assert torch.equal(k.float(), wanted.float()) and torch.equal(v.float(), wanted.float())
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_pages_of_four_bits_are_those_of_the_quantiser(dtype: torch.dtype) -> None:
+    """Written row by row, in a shuffled order, against pages that are quantised as a whole: all bytes of the pool."""
+    k, v = (torch.randn(2, 2, 8, 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2))
+    pages = [vllm_pages(torch.zeros(2, 4, 8, 36, dtype=torch.uint8), *map(torch.tensor, (0.01, 0.02))) for _ in "ab"]
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+    flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1)[order] for each in (k, v))
+    for turn in (slice(0, 5), slice(5, 16)):
+        ops.append_kv(flat_k[turn], flat_v[turn], pages[0].k, pages[0].v, order[turn])
+    for source, target in ((k, pages[1].k), (v, pages[1].v)):
+        made = quantize_nvfp4(source, target.global_scale, layout=target.layout)
+        target.data.copy_(made.data)
+        target.scale.view(torch.uint8).copy_(made.scale.view(torch.uint8))
+    assert torch.equal(pages[0].pool, pages[1].pool) and bool(pages[0].pool.any())
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_four_bits_with_a_scale_of_powers_of_two(pool: bool) -> None:
+    keys = rows(0)[:, 0]
+    shape = (32, 64) if pool else (4, 8, 64)
+    cache = quantize_mxfp4(torch.zeros(shape))
+    ops.append_index(keys, cache, SLOTS, format="mxfp4")
+    wanted = quantize_mxfp4(keys[KEPT]).dequantize()
+    assert torch.equal(cache.dequantize().view(32, 64)[SLOTS[KEPT]], wanted)
+    others = [slot for slot in range(32) if slot not in SLOTS.tolist()]
+    assert not cache.dequantize().view(32, 64)[others].any()
+
+
+def test_errors_of_four_bits() -> None:
+    made = [quantize_nvfp4(torch.zeros(4, 2, 8, 64)) for _ in range(2)]
+    with pytest.raises(TypeError, match="k_cache: got format 'nvfp4'; wanted 'e4m3', as format says"):
+        ops.append_kv(rows(), rows(), *made, SLOTS, format="e4m3")
+    with pytest.raises(TypeError, match="v_cache: got format 'mxfp4'; wanted 'nvfp4' like k_cache"):
+        ops.append_kv(rows(), rows(), made[0], quantize_mxfp4(torch.zeros(4, 2, 8, 64)), SLOTS)
+    with pytest.raises(ValueError, match="k_scale: got a Tensor beside a QuantizedTensor"):
+        ops.append_kv(rows(), rows(), *made, SLOTS, k_scale=torch.ones(()))
+    with pytest.raises(ValueError, match="k_cache: got 32 values in a row; wanted 64 like k"):
+        ops.append_kv(rows(), rows(), *(quantize_nvfp4(torch.zeros(4, 2, 8, 32)) for _ in range(2)), SLOTS)
+    with pytest.raises(ValueError, match="the scales of k_cache: got the layout 'interleaved' for slots"):
+        pools = [quantize_nvfp4(torch.zeros(32, 4, 64), layout="interleaved") for _ in range(2)]
+        ops.append_kv(torch.zeros(6, 4, 64), torch.zeros(6, 4, 64), *pools, SLOTS)
+
+
+def test_no_kernel_writes_four_bits() -> None:
+    made = [quantize_nvfp4(torch.zeros(4, 2, 8, 128)) for _ in range(2)]
+    k = torch.zeros(6, 2, 128).to(BF16)
+    told = msa_tiles.explain(ops.append_kv, k, k, *made, SLOTS, device="sm90")
+    assert not told.served and "it takes bf16, the call is q16kv4" in str(told)
+
+
 def base(**changed: Any) -> dict[str, Any]:
     k_cache, v_cache = hnd()
     return {"k": rows(), "v": rows(1), "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": SLOTS} | changed
@@ -181,6 +240,7 @@ def fp8(**changed: Any) -> dict[str, Any]:
         (base(slot_mapping=SLOTS[:5]), ValueError, r"slot_mapping: got shape \[5\]; wanted \[T\] = \[6\] like k"),
         (base(slot_mapping=SLOTS.short()), TypeError, "slot_mapping: got dtype torch.int16; wanted torch.int64 or"),
         (base(k_cache=hnd()[0][:, :1]), ValueError, r"k_cache: got shape \[4, 1, 8, 64\]; wanted \[pages, Hkv, page"),
+        (base(k_cache=hnd()[0][..., :32]), ValueError, "k_cache: got 32 values in a row; wanted 64 like k"),
         (base(k_cache=hnd()[0].byte()), TypeError, "k_cache: got dtype torch.uint8 without a format; wanted"),
         (base(format="e5m2"), ValueError, "format: got 'e5m2'; wanted one of 'bf16', 'e4m3'"),
         (base(format="e4m3"), TypeError, "k_cache: got dtype torch.bfloat16; wanted torch.float8_e4m3fn or torch.ui"),

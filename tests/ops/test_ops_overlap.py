@@ -41,7 +41,7 @@ def test_random_views() -> None:
         shared = bool(bytes_of(one, pool) & bytes_of(other, pool))
         assert _overlap(one, other) >= shared, (one.shape, one.stride(), other.shape, other.stride())
         met += shared
-    assert 50 < met < 450
+    assert 10 < met < 490
 
 
 def test_parts_of_one_pool() -> None:
