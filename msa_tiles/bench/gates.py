@@ -81,6 +81,16 @@ GATES = (
     Gate("msa_decode", "decode_128k_b1", _VLLM, 1.5, 1.8, _FP8),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.3),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 15.3, 15.7, _FP8),
+    *(
+        Gate("server_prefill", case, _VLLM, 2.3, 2.8, precision)
+        for case in ("prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u")
+        for precision in BOTH
+    ),
+    *(
+        Gate("server_decode", case, _VLLM, 1.0, 1.1, precision)
+        for case in ("decode_8k_b8", "decode_8k_b64", "decode_128k_b1", "decode_128k_b32", "decode_1m_b8")
+        for precision in BOTH
+    ),
     Gate("msa_attention", "train_32k", ("flash_msa",), 8.0, 15.0),
     Gate("msa_attention", "train_128k", ("flash_msa",), 8.0, 15.0),
 )

@@ -165,8 +165,11 @@ def vllm_attention(case: Case) -> Contender | Skipped:
 def vllm_prefill(case: Case, topk: int, check: Callable[[Any, Any], str | None]) -> Contender | Skipped:
     """Score, top-k and attention; inputs are `(Indexer, Attention)`."""
     module = vllm_unless(case, case["head_dim"])
-    if isinstance(module, Skipped):
-        return module
+    return module if isinstance(module, Skipped) else prefill_of(module, case, topk, check)
+
+
+def prefill_of(module: ModuleType, case: Case, topk: int, check: Callable[[Any, Any], str | None]) -> Contender:
+    """The same through the operators of a module that has vLLM's names."""
 
     def bind(inputs: tuple[Indexer, Attention]) -> Call:
         index, main = inputs

@@ -13,6 +13,7 @@ from msa_tiles.bench.operators import (
     index_score,
     prefill,
     select_blocks,
+    servers,
     sparse_attention,
     topk_select,
     training,
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *training.BENCHMARKS,
         *caches.BENCHMARKS,
         *batch_invariant.BENCHMARKS,
+        *servers.BENCHMARKS,
     )
 }
 """By operator, in the order of tables."""

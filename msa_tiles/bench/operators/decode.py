@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -166,8 +167,11 @@ def ours(case: Case, dsl: str, x: Inputs) -> Call:
 def vllm(case: Case) -> Contender | Skipped:
     """Index scores, top-k and attention, three operators."""
     module = peers.vllm_module()
-    if isinstance(module, str):
-        return Skipped("vllm", module)
+    return Skipped("vllm", module) if isinstance(module, str) else of_vllm(case, module)
+
+
+def of_vllm(case: Case, module: ModuleType) -> Contender:
+    """The same through the operators of a module that has vLLM's names."""
     heads, topk = case["num_kv_heads"], case["topk"]
 
     def bind(x: Inputs) -> Call:

@@ -64,7 +64,9 @@ class Attending(NamedTuple):
 
 
 @torch.no_grad()
-def select_prefill(idx_q: Tensor, index_cache: Tensor, prefill: Any, by: Selecting, out: Tensor | None) -> Tensor:
+def select_prefill(
+    idx_q: Tensor, index_cache: Tensor, prefill: Any, by: Selecting, out: Tensor | None, backend: str = "auto"
+) -> Tensor:
     """The blocks of every query of a prefill: int32 [Hkv, T, topk], into ``out`` of any strides where there is one."""
     return ops.select_blocks(
         idx_q,
@@ -75,14 +77,15 @@ def select_prefill(idx_q: Tensor, index_cache: Tensor, prefill: Any, by: Selecti
         init_blocks=by.init_blocks,
         local_blocks=by.local_blocks,
         out=out,
+        backend=backend,
     )
 
 
 @torch.no_grad()
-def attend_prefill(q: Tensor, ids: Tensor, prefill: Any, given: Attending, out: Tensor) -> None:
+def attend_prefill(q: Tensor, ids: Tensor, prefill: Any, given: Attending, out: Tensor, backend: str = "auto") -> None:
     """Attention of a prefill over its blocks, into ``out`` [T, Hq, D]."""
     (k, v), options = given.operands(q.shape[-1])
-    ops.sparse_attention(q, k, v, ids, **_where_prefill(prefill), **options, out=out)
+    ops.sparse_attention(q, k, v, ids, **_where_prefill(prefill), **options, out=out, backend=backend)
 
 
 @torch.no_grad()
@@ -105,7 +108,7 @@ def attend_decode(q: Tensor, ids: Tensor, metadata: Any, given: Attending, out: 
 
 
 @torch.no_grad()
-def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Tensor) -> None:
+def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Tensor, backend: str = "auto") -> None:
     """A decode step: into ``ids`` int32 [Hkv, T, topk] the blocks of every query, into ``out`` [T, Hq, D] attention."""
     (k, v), options = given.operands(q.shape[-1])
     idx_q, index_cache, metadata, by = deferred
@@ -132,6 +135,7 @@ def decode(q: Tensor, ids: Tensor, deferred: Deferred, given: Attending, out: Te
         out=out,
         lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
         block_indices=ids,
+        backend=backend,
     )
 
 
