@@ -6,11 +6,12 @@ After flashinfer-python 0.7.4. Served besides what it serves: any number of sele
 every GPU, flat keys, keys of any strides (K and V in one cache), ``out=`` everywhere, no workspace. Undefined there and
 defined here: equal scores (the lower block), rows that see nothing (out 0, LSE -inf), float ``-inf`` scores of valid
 blocks (they are chosen last), more forced blocks than slots (the first ones win). Not served, with a sentence: float16,
-packed NVFP4, and the ``msa_icp_*`` family.
+NVFP4 with scales in tiles of 128x4, and the ``msa_icp_*`` family.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.compat import kept, packed
+from msa_tiles.quant import QuantizedTensor
 
 __all__ = [
     "SUPPORTS_PACKED_KV",
@@ -76,11 +78,8 @@ def msa_proxy_score(
     Raises ``ValueError`` or ``TypeError`` for shapes that do not fit, float16, and e4m3 keys below other queries.
     """
     packed.check_queries(q)
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
     if k.dtype != q.dtype:
         raise TypeError(f"k: got dtype {k.dtype} below queries of {q.dtype}; wanted one dtype of both")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"q: got {num_heads} heads; wanted a multiple of the {num_kv_heads} heads of k")
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
     if max_k_tiles is None and output is not None:
         max_k_tiles = output.shape[1]
@@ -88,15 +87,7 @@ def msa_proxy_score(
         lengths = packed.key_lengths(cu_seqlens_k, page_table, seqused_k)
         longest = int(lengths.max()) if lengths.numel() else 0
         max_k_tiles = -(-longest // packed.BLOCK)
-    score = q.new_empty((num_heads, q.shape[0], max_k_tiles), dtype=torch.float32)
-    few = max_seqlen_q is not None and max_seqlen_q <= packed.FEW_QUERIES
-    group = num_heads // num_kv_heads
-    for head in range(num_kv_heads if score.numel() else 0):
-        part = slice(head * group, (head + 1) * group)
-        (ops.decode_score if few else ops.index_score)(
-            q[:, part], k[:, head], block_size=packed.BLOCK, causal=causal, max_seqlen_q=max_seqlen_q, out=score[part],
-            **where,
-        )  # fmt: skip
+    score = scores(q, list(k.unbind(1)), where, max_k_tiles, causal, max_seqlen_q)
     if reduce_heads:
         score = score.amax(0, keepdim=True)
     found = score.transpose(1, 2)
@@ -104,6 +95,28 @@ def msa_proxy_score(
         return found
     _check_output(output, tuple(found.shape), torch.float32)
     return output.copy_(found)
+
+
+def scores(
+    q: Tensor,
+    keys: Sequence[Tensor | QuantizedTensor],
+    where: dict[str, Any],
+    tiles: int,
+    causal: bool,
+    max_seqlen_q: int | None,
+) -> Tensor:
+    """Scores [Hq, T, tiles] of queries [T, Hq, D] with the keys of each KV head, which as many query heads share."""
+    total_q, num_heads, _ = q.shape
+    if not keys or num_heads % len(keys):
+        raise ValueError(f"q: got {num_heads} heads; wanted a multiple of the {len(keys)} heads of keys")
+    score = q.new_empty((num_heads, total_q, tiles), dtype=torch.float32)
+    few = max_seqlen_q is not None and max_seqlen_q <= packed.FEW_QUERIES
+    if score.numel():
+        for part, queries, stored in zip(score.chunk(len(keys)), q.chunk(len(keys), dim=1), keys, strict=True):
+            (ops.decode_score if few else ops.index_score)(
+                queries, stored, block_size=packed.BLOCK, causal=causal, max_seqlen_q=max_seqlen_q, out=part, **where
+            )
+    return score
 
 
 @torch.no_grad()
@@ -190,23 +203,28 @@ def msa_sparse_attention(
     blocks. ``q_offset`` (an integer, or int32 [B]) is where a request's first query sits. ``k_global_scale`` and
     ``v_global_scale`` multiply all keys and values. ``out`` is written in place and returned.
 
+    NVFP4 comes in the planar pages of FlashInfer's SM100 kernels: ``k``, ``v`` uint8 [pages, Hkv, 128, D / 2], and
+    ``k_scale``, ``v_scale`` e4m3 or its bytes [pages, Hkv, 128, D / 16], contiguous for each page and head, those of
+    values with four tokens of a group beside each other.
+
     Returns out, with ``return_softmax_lse`` also the LSE float32 [T, Hq] (natural log), and with
     ``return_temperature_lse`` a third one, of scores times ``lse_temperature_scale``, for which attention runs twice.
 
-    Raises ``NotImplementedError`` for packed NVFP4 (uint8, with ``k_scale`` and ``v_scale``), ``ValueError`` for a
-    ``workspace``, and ``ValueError`` or ``TypeError`` for what does not fit.
+    Raises ``ValueError`` for a ``workspace`` and for NVFP4 in another layout, and ``ValueError`` or ``TypeError`` for
+    what does not fit.
     """
-    packed.check_tensors(q, k, v)
-    _refuse_extras(k_scale, v_scale, workspace)
+    packed.check_queries(q)
+    _refuse_workspace(workspace)
+    keys, values = packed.keys_and_values(k, v, k_scale, v_scale, k_global_scale, v_global_scale)
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, q_offset, q.shape[0])
     options: dict[str, Any] = {"few": False, "k_scale": k_global_scale, "v_scale": v_global_scale}
-    result, lse = packed.attend(q, k, v, q2k_indices, where, softmax_scale, out=out, **options)
+    result, lse = packed.attend(q, keys, values, q2k_indices, where, softmax_scale, out=out, **options)
     if not return_temperature_lse:
         return (result, lse) if return_softmax_lse else result
     if lse_temperature_scale == 1.0:
         return result, lse, lse
     scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * lse_temperature_scale
-    return result, lse, packed.attend(q, k, v, q2k_indices, where, scale, **options)[1]
+    return result, lse, packed.attend(q, keys, values, q2k_indices, where, scale, **options)[1]
 
 
 @torch.no_grad()
@@ -238,17 +256,18 @@ def msa_sparse_decode_attention(
     ``partial_dtype`` and ``force_fused`` are about FlashInfer's kernels and have no effect. Returns out [T, Hq, D],
     with ``return_softmax_lse`` also the LSE float32 [T, Hq]. Raises as there.
     """
-    packed.check_tensors(q, k, v)
-    _refuse_extras(k_scale, v_scale, workspace)
+    packed.check_queries(q)
+    _refuse_workspace(workspace)
     if seqlen_q < 1 or q.shape[0] % seqlen_q:
         raise ValueError(f"seqlen_q: got {seqlen_q}; wanted a divisor of the {q.shape[0]} rows of q")
     requests = q.shape[0] // seqlen_q
+    keys, values = packed.keys_and_values(k, v, k_scale, v_scale, k_global_scale, v_global_scale)
     starts = kept.multiples(seqlen_q, requests + 1, q.device)
     where = packed.places(starts, cu_seqlens_k, page_table, seqused_k, causal, q_offset, q.shape[0])
     result, lse = packed.attend(
         q,
-        k,
-        v,
+        keys,
+        values,
         q2k_indices,
         where | {"max_seqlen_q": seqlen_q},
         softmax_scale,
@@ -261,15 +280,55 @@ def msa_sparse_decode_attention(
 
 
 def msa_proxy_score_fp4(*_: Any, **__: Any) -> Tensor:
-    """Raises ``NotImplementedError``: index keys and queries in NVFP4 have no operator here."""
-    raise NotImplementedError("msa_proxy_score_fp4: NVFP4 is not served here; msa_proxy_score takes BF16 and e4m3")
+    """Raises ``NotImplementedError``: its scales lie in tiles of 128x4 that span heads, and would have to be copied.
 
-
-def prepare_msa_nvfp4_sparse_decode(*_: Any, **__: Any) -> Any:
-    """Raises ``NotImplementedError``: caches in NVFP4 have no operator here."""
+    `msa_tiles.ops.index_score` takes NVFP4 index keys with linear scales.
+    """
     raise NotImplementedError(
-        "prepare_msa_nvfp4_sparse_decode: NVFP4 is not served here; msa_sparse_decode_attention takes BF16 and e4m3"
+        "msa_proxy_score_fp4: scales in tiles of 128x4 are not served; msa_tiles.ops.index_score takes index keys in "
+        "NVFP4 with linear scales, a msa_tiles.quant.QuantizedTensor"
     )
+
+
+def prepare_msa_nvfp4_sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2k_indices: Tensor,
+    *,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    k_global_scale: float,
+    v_global_scale: float,
+    seqlen_q: int = 1,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    use_cache_hit: bool | str = "auto",
+    backend: str = "cake",
+) -> Callable[[], Tensor]:
+    """A function that runs `msa_sparse_decode_attention` of NVFP4 pages on these tensors, and returns ``out``.
+
+    It reads them when it is called. ``out`` [B * seqlen_q, Hq, D] and ``lse`` float32 [B * seqlen_q, Hq] are the
+    caller's; an ``out`` that is not given is made here and returned by every call. ``use_cache_hit`` and ``backend``
+    are about FlashInfer's kernels and have no effect. Raises ``ValueError`` or ``TypeError`` for what does not fit,
+    some of it when the function is called.
+    """
+    result = q.new_empty(q.shape, dtype=torch.bfloat16 if q.dtype == packed.FP8 else q.dtype) if out is None else out
+
+    def run() -> Tensor:
+        found = msa_sparse_decode_attention(
+            q, k, v, q2k_indices, page_table=page_table, seqused_k=seqused_k, seqlen_q=seqlen_q, out=result,
+            softmax_scale=softmax_scale, return_softmax_lse=True, k_scale=k_scale, v_scale=v_scale,
+            k_global_scale=k_global_scale, v_global_scale=v_global_scale,
+        )  # fmt: skip
+        if lse is not None:
+            lse.copy_(found[1])
+        return result
+
+    return run
 
 
 def __getattr__(name: str) -> Any:
@@ -278,13 +337,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _refuse_extras(k_scale: Tensor | None, v_scale: Tensor | None, workspace: object) -> None:
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            raise NotImplementedError(
-                f"{name}: got a tensor, the block scales of NVFP4, which is not served; one number for all is {name[0]}"
-                "_global_scale, and msa_tiles.ops takes scales per head or token"
-            )
+def _refuse_workspace(workspace: object) -> None:
     if workspace is not None:
         came = type(workspace).__name__
         raise ValueError(f"workspace: got a {came}; wanted None: calls allocate a bounded workspace, under capture too")

@@ -4,8 +4,8 @@
 
 Served besides what they serve: Hopper and the CPU, other groups of heads, any number of selected blocks, decode with
 BF16 queries. Undefined there and defined here: equal scores (the lower block), rows that see nothing (out 0, LSE -inf),
-paged keys without ``seqused_k`` (``cu_seqlens_k`` tells their lengths). Not served, with a sentence: packed NVFP4 and
-FP4 scoring, dense decode, physical pages in place of block ids (2D ``block_table``).
+paged keys without ``seqused_k`` (``cu_seqlens_k`` tells their lengths). Not served, with a sentence: flat NVFP4, scales
+in the order of SM100's products, dense decode, physical pages in place of block ids (2D ``block_table``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.compat import flashinfer, k2q, kept, packed
+from msa_tiles.compat import flashinfer, four_bits, k2q, packed
+from msa_tiles.compat.fmha_decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
 
 __all__ = [
     "SparseDecodePagedAttentionWrapper",
@@ -161,151 +162,92 @@ def sparse_atten_func(
     ``return_temperature_lse`` a third one, of scores divided by ``lse_temperature_scale``, for which attention runs
     twice. Accumulation is in float32; ``partial_dtype``, ``schedule``, ``usable_SM_count``, ``qk_dtype`` and
     ``pv_dtype`` are about the original's kernels and have no effect. The selection is turned back by a sort; where it
-    is at hand, `msa_tiles.ops.sparse_attention` takes it as it is. Raises ``NotImplementedError`` for packed NVFP4
-    (uint8), ``ValueError`` or ``TypeError`` for what does not fit.
+    is at hand, `msa_tiles.ops.sparse_attention` takes it as it is. Raises ``ValueError`` or ``TypeError`` for what does
+    not fit.
     """
-    packed.check_tensors(q, k, v)
+    return _attend(
+        q, packed.keys_and_values(k, v, None, None, None, None), (k2q_row_ptr, k2q_q_indices), topK, cu_seqlens_q,
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k, blk_kv, causal, softmax_scale, lse_temperature_scale,
+        return_temperature_lse, return_softmax_lse, page_table, seqused_k,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def sparse_atten_nvfp4_kv_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_global_scale: Tensor | None,
+    v_global_scale: Tensor | None,
+    k2q_row_ptr: Tensor,
+    k2q_q_indices: Tensor,
+    topK: int,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    blk_kv: int = 128,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    lse_temperature_scale: float = 1.0,
+    return_temperature_lse: bool = False,
+    partial_dtype: torch.dtype = torch.bfloat16,
+    return_softmax_lse: bool = False,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    schedule: object = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """`sparse_atten_func` over NVFP4 pages: ``k``, ``v`` uint8 [pages, Hkv, blk_kv, D / 2].
+
+    ``k_scale``, ``v_scale`` e4m3 or its bytes [pages, Hkv, blk_kv, D / 16], contiguous for each page and head, those of
+    values with four tokens of a group beside each other; ``k_global_scale``, ``v_global_scale`` float32, one element,
+    None for 1. The rest, results and errors are those of `sparse_atten_func`; flat NVFP4 is a ``ValueError``.
+    """
+    stored = packed.keys_and_values(k, v, k_scale, v_scale, k_global_scale, v_global_scale)
+    return _attend(
+        q, stored, (k2q_row_ptr, k2q_q_indices), topK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, blk_kv,
+        causal, softmax_scale, lse_temperature_scale, return_temperature_lse, return_softmax_lse, page_table, seqused_k,
+    )  # fmt: skip
+
+
+def _attend(
+    q: Tensor,
+    stored: tuple[packed.Stored, packed.Stored],
+    csr: tuple[Tensor, Tensor],
+    topk: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    blk_kv: int,
+    causal: bool,
+    softmax_scale: float | None,
+    lse_temperature_scale: float,
+    return_temperature_lse: bool,
+    return_softmax_lse: bool,
+    page_table: Tensor | None,
+    seqused_k: Tensor | None,
+) -> Tensor | tuple[Tensor, ...]:
+    packed.check_queries(q)
     if return_temperature_lse and not return_softmax_lse:
         raise ValueError("return_temperature_lse: got True; wanted return_softmax_lse = True beside it")
     if not (math.isfinite(lse_temperature_scale) and lse_temperature_scale > 0):
         raise ValueError(f"lse_temperature_scale: got {lse_temperature_scale}; wanted a finite number above 0")
-    total_q = q.shape[0]
-    levels = -(-max_seqlen_k // blk_kv)
-    ids = k2q.selected(k2q_row_ptr, k2q_q_indices, topK, cu_seqlens_q, cu_seqlens_k, blk_kv, levels, total_q)
+    total_q, levels = q.shape[0], -(-max_seqlen_k // blk_kv)
+    ids = k2q.selected(*csr, topk, cu_seqlens_q, cu_seqlens_k, blk_kv, levels, total_q)
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, None, total_q)
     where |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options: dict[str, Any] = {"few": False, "block_size": blk_kv}
-    out, lse = packed.attend(q, k, v, ids, where, softmax_scale, **options)
+    out, lse = packed.attend(q, *stored, ids, where, softmax_scale, **options)
     if not return_temperature_lse:
         return (out, lse) if return_softmax_lse else out
     if lse_temperature_scale == 1.0:
         return out, lse, lse
     scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) / lse_temperature_scale
-    return out, lse, packed.attend(q, k, v, ids, where, scale, **options)[1]
-
-
-@torch.no_grad()
-def sparse_decode_atten_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q2k_indices: Tensor | None = None,
-    *,
-    page_table: Tensor,
-    seqused_k: Tensor,
-    seqlen_q: int,
-    max_seqlen_k: int,
-    blk_kv: int = 128,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    return_softmax_lse: bool = False,
-    schedule: object = None,
-    O_partial: Tensor | None = None,
-    LSE_partial: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a decode step over selected blocks: out [B * seqlen_q, Hq, D] in q's dtype (BF16 for e4m3).
-
-    ``q`` [B * seqlen_q, Hq, D] e4m3, bfloat16, float32 or float64; ``k``, ``v`` [pages, Hkv, blk_kv, D] of q's dtype or
-    e4m3, whose elements stand for themselves; ``q2k_indices`` int32 [Hkv, B * seqlen_q, k], -1 for none; ``page_table``
-    int32 [B, pages]; ``seqused_k`` int32 [B], at most ``max_seqlen_k``. Without ``causal`` a query sees all of its
-    blocks; ``softmax_scale`` defaults to ``D ** -0.5``. With ``return_softmax_lse`` also the LSE float32
-    [B * seqlen_q, Hq]. ``schedule``, ``O_partial`` and ``LSE_partial`` are about the original's kernels and have no
-    effect.
-
-    Raises ``NotImplementedError`` without ``q2k_indices`` and for packed NVFP4, ``ValueError`` or ``TypeError`` for
-    what does not fit.
-    """
-    return _decode(
-        q, k, v, q2k_indices, page_table, seqused_k, seqlen_q, max_seqlen_k, blk_kv, causal, softmax_scale,
-        return_softmax_lse,
-    )  # fmt: skip
-
-
-class SparseDecodePagedAttentionWrapper:
-    """`sparse_decode_atten_func` in two steps: ``plan`` keeps what layers of a decode step share, ``run`` attends."""
-
-    def __init__(self, *, blk_kv: int = 128, causal: bool = True) -> None:
-        """``blk_kv`` is the size of blocks and pages in tokens; without ``causal`` a query sees all of its blocks."""
-        self.blk_kv, self.causal = blk_kv, causal
-        self._planned: tuple[Any, ...] | None = None
-
-    def plan(
-        self,
-        *,
-        page_table: Tensor,
-        seqused_k: Tensor,
-        seqlen_q: int,
-        max_seqlen_k: int,
-        q2k_indices: Tensor | None = None,
-        num_qo_heads: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = 128,
-        enable_cuda_graph: bool = False,
-        max_grid_size: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-    ) -> SparseDecodePagedAttentionWrapper:
-        """Keep the tensors, which `run` reads: a captured graph sees what is written into them. Returns itself.
-
-        The other arguments are about the original's kernels and have no effect.
-        """
-        self._planned = (q2k_indices, page_table, seqused_k, seqlen_q, max_seqlen_k)
-        return self
-
-    @torch.no_grad()
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        softmax_scale: float | None = None,
-        return_softmax_lse: bool = False,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The answer of `sparse_decode_atten_func`, into the caller's ``out`` and ``lse`` where they are given.
-
-        Raises ``RuntimeError`` before `plan`, and what `sparse_decode_atten_func` raises.
-        """
-        if self._planned is None:
-            raise RuntimeError("run: called before plan, which says where the keys are")
-        ids, page_table, seqused_k, seqlen_q, max_seqlen_k = self._planned
-        return _decode(
-            q, k, v, ids, page_table, seqused_k, seqlen_q, max_seqlen_k, self.blk_kv, self.causal, softmax_scale,
-            return_softmax_lse, out=out, lse=lse,
-        )  # fmt: skip
-
-
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q2k_indices: Tensor | None,
-    page_table: Tensor,
-    seqused_k: Tensor,
-    seqlen_q: int,
-    max_seqlen_k: int,
-    blk_kv: int,
-    causal: bool,
-    softmax_scale: float | None,
-    return_softmax_lse: bool,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    if q2k_indices is None:
-        raise NotImplementedError("q2k_indices: got None; wanted int32 [Hkv, T, k]: dense decode is not served here")
-    packed.check_tensors(q, k, v)
-    if seqlen_q < 1 or q.shape[0] != page_table.shape[0] * seqlen_q:
-        raise ValueError(f"q: got {q.shape[0]} rows; wanted seqlen_q = {seqlen_q} for {page_table.shape[0]} requests")
-    starts = kept.multiples(seqlen_q, page_table.shape[0] + 1, q.device)
-    where = packed.places(starts, None, page_table, seqused_k, causal, None, q.shape[0])
-    where |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": max_seqlen_k}
-    few = seqlen_q <= packed.FEW_QUERIES
-    out, lse = packed.attend(
-        q, k, v, q2k_indices, where, softmax_scale, few=few, block_size=blk_kv, out=out, lse=lse
-    )  # fmt: skip
-    return (out, lse) if return_softmax_lse else out
+    return out, lse, packed.attend(q, *stored, ids, where, scale, **options)[1]
 
 
 class SparseK2qCsrBuilderSm100:
@@ -318,13 +260,57 @@ class SparseK2qCsrBuilderSm100:
         return build_k2q_csr(q2k_indices, cu_seqlens_q, cu_seqlens_k, blk_kv, **further)
 
 
-def sparse_atten_nvfp4_kv_func(*_: Any, **__: Any) -> Tensor:
-    """Raises ``NotImplementedError``: caches in NVFP4 have no operator here."""
-    raise NotImplementedError("sparse_atten_nvfp4_kv_func: NVFP4 is not served here; sparse_atten_func takes BF16")
+@torch.no_grad()
+def fp4_indexer_block_scores(
+    q_fp4: Tensor,
+    k_fp4: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_page_offsets: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    kv_indices: Tensor,
+    fp4_format: str,
+    causal: bool = False,
+    qo_offset: Tensor | None = None,
+    scale_layout: str = "preordered_mma",
+) -> Tensor:
+    """The largest product of a query with a key of each block of 128: float32 [Hq, tiles, T], -inf for none.
 
+    ``q_fp4`` uint8 [T, Hq, D / 2] and ``k_fp4`` uint8 [pages, Hk, 128, D / 2], e2m1 in pairs, with ``q_scale``
+    [T, Hq, groups] and ``k_scale`` [pages, Hk, 128, groups], their bytes or of the format's dtype: e4m3 for 16 values
+    (``fp4_format`` "nvfp4"), e8m0 for 32 ("mxfp4"). ``cu_seqlens_q``, ``cu_seqlens_k`` and ``cu_page_offsets`` int32
+    [B + 1]; request b has the pages ``kv_indices[cu_page_offsets[b] : cu_page_offsets[b + 1]]``, int32. ``tiles`` are
+    those of ``max_seqlen_k``. Not causal by default, as there; ``qo_offset`` int32 [B] is where a request's first query
+    sits. Queries are widened to bfloat16, exactly. Up to a ``max_seqlen_q`` of 32 the decode operator runs.
 
-def fp4_indexer_block_scores(*_: Any, **__: Any) -> Tensor:
-    """Raises ``NotImplementedError``: index keys and queries in 4 bits have no operator here."""
-    raise NotImplementedError(
-        "fp4_indexer_block_scores: 4 bits are not served here; msa_tiles.ops.index_score takes BF16 and e4m3"
-    )
+    Raises ``NotImplementedError`` for a ``scale_layout`` other than "public", ``ValueError`` or ``TypeError`` for what
+    does not fit.
+    """
+    if scale_layout != "public":
+        raise NotImplementedError(
+            f"scale_layout: got {scale_layout!r}; wanted 'public': scales in the order of SM100's products are not read"
+        )
+    if fp4_format not in four_bits.GROUP:
+        raise ValueError(f"fp4_format: got {fp4_format!r}; wanted 'nvfp4' or 'mxfp4'")
+    if qo_offset is not None and not causal:
+        raise ValueError("qo_offset: got a tensor; wanted causal = True beside it")
+    if q_fp4.dim() != 3 or k_fp4.dim() != 4 or k_fp4.shape[2] != packed.BLOCK:
+        came = f"shape {list(k_fp4.shape)} beside q_fp4 {list(q_fp4.shape)}"
+        raise ValueError(f"k_fp4: got {came}; wanted [pages, Hk, {packed.BLOCK}, D / 2] beside [T, Hq, D / 2]")
+    q = four_bits.widened("q_scale", q_fp4.view(torch.uint8), q_scale, fp4_format)
+    keys = k_fp4.view(torch.uint8)
+    tiles = -(-max_seqlen_k // packed.BLOCK)
+    places = cu_page_offsets[:-1, None] + torch.arange(tiles, dtype=torch.int32, device=q.device)
+    table = kv_indices[places.clamp(max=max(kv_indices.shape[0] - 1, 0)).long()] if kv_indices.numel() else places * 0
+    return flashinfer.scores(
+        q,
+        [four_bits.grouped("k_scale", keys[:, head], k_scale[:, head], fp4_format) for head in range(keys.shape[1])],
+        packed.places(cu_seqlens_q, None, table, cu_seqlens_k.diff(), True, qo_offset, q.shape[0]),
+        tiles,
+        causal,
+        max_seqlen_q,
+    ).transpose(1, 2)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept, positions
+from msa_tiles.compat import four_bits, kept, positions
+from msa_tiles.quant import QuantizedTensor
 
 BLOCK = 128
+Stored: TypeAlias = "Tensor | QuantizedTensor"
 FEW_QUERIES = 32  # up to so many for each request the decode operators serve
 FP8 = torch.float8_e4m3fn
 
@@ -53,14 +55,36 @@ def key_lengths(cu_seqlens_k: Tensor | None, page_table: Tensor | None, seqused_
     return cu_seqlens_k.diff()
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what no operator here takes, by the caller's names."""
-    check_queries(q)
-    for name, stored in (("k", k), ("v", v)):
-        if stored.dtype == torch.uint8:
-            raise NotImplementedError(
-                f"{name}: got dtype torch.uint8; wanted bfloat16 or float8_e4m3fn: packed NVFP4 is not served here"
-            )
+def keys_and_values(
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_global: float | Tensor | None,
+    v_global: float | Tensor | None,
+) -> tuple[Stored, Stored]:
+    """Keys and values as the operators take them: of planar NVFP4 pages (uint8, with block scales) views of both.
+
+    Raises ``ValueError`` for block scales of other tensors, or of another layout.
+    """
+    if torch.uint8 not in (k.dtype, v.dtype):
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise ValueError(
+                    f"{name}: got a tensor, the block scales of NVFP4, beside k of {k.dtype}; wanted None: one number "
+                    f"for all is {name[0]}_global_scale"
+                )
+        return k, v
+    if k.dtype != v.dtype:
+        raise ValueError(f"v: got dtype {v.dtype} beside k of {k.dtype}; wanted NVFP4 for both or neither")
+    numbers = (
+        number if number is None or isinstance(number, Tensor) else kept.scalar(float(number), k.device)
+        for number in (k_global, v_global)
+    )
+    return tuple(
+        four_bits.of_pages(name, stored, scale, None if number is None else number.reshape(-1)[0], turned=name == "v")
+        for (name, stored, scale), number in zip((("k", k, k_scale), ("v", v, v_scale)), numbers, strict=True)
+    )  # type: ignore[return-value]
 
 
 def check_queries(q: Tensor) -> None:
@@ -73,8 +97,8 @@ def check_queries(q: Tensor) -> None:
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     block_indices: Tensor,
     where: dict[str, Any],
     softmax_scale: float | None,
@@ -89,20 +113,20 @@ def attend(
     """out [T, Hq, D] and lse [T, Hq], with one scale for all keys and one for all values.
 
     Elements of e4m3 tensors without a scale stand for themselves. Scores of other keys take their scale by way of
-    ``softmax_scale``, outputs of other values are multiplied once more.
+    ``softmax_scale``, outputs of other values are multiplied once more. Quantised tensors have theirs.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     scales: dict[str, Any] = {}
     for name, stored, number in (("q_scale", q, None), ("k_scale", k, k_scale), ("v_scale", v, v_scale)):
-        if stored.dtype == FP8:
+        if isinstance(stored, Tensor) and stored.dtype == FP8:
             scales[name] = kept.scalar(1.0 if number is None else float(number), q.device)
-    if k.dtype != FP8 and k_scale is not None:
+    if isinstance(k, Tensor) and k.dtype != FP8 and k_scale is not None:
         scale *= float(k_scale)
     call = ops.sparse_decode if few else ops.sparse_attention
     out, lse = call(
         q, k, v, block_indices, block_size=block_size, softmax_scale=scale, return_lse=True, out=out, lse=lse,
         **where, **scales,
     )  # fmt: skip
-    if v.dtype != FP8 and v_scale is not None:
+    if isinstance(v, Tensor) and v.dtype != FP8 and v_scale is not None:
         out.mul_(float(v_scale))
     return out, lse

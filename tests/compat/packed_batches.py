@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from msa_tiles import quant
 
 BLOCK = 128
 LENGTHS_Q = (3, 0, 40, 1, 2)
 LENGTHS_K = (300, 50, 290, 0, 129)
 BEHIND = 2  # rows that belong to no request
 HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+class FourBits(NamedTuple):
+    """NVFP4 pages as servers keep them: bytes and scales of K and V [pages, heads, 128, …], and the values, flat."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    k_values: Tensor
+    v_values: Tensor
+
+    @staticmethod
+    def draw(batch: Packed, dim: int, k_global: float, v_global: float) -> FourBits:
+        """Values of the elements and scales alone are times the global scales; rows without a key are NaN."""
+        pages = [batch.pages(batch.keys(dim=dim), dim) for _ in range(2)]
+        made = quant.quantize_pages(
+            *pages, "vllm", k_global_scale=torch.tensor(k_global), v_global_scale=torch.tensor(v_global)
+        )
+        v_scale = made.v.scale.flatten(-3).unflatten(-1, (BLOCK, dim // 16))  # four tokens of a group side by side
+        values = [batch.unpaged(each.dequantize()) for each in (made.k, made.v)]
+        return FourBits(made.k.data, made.v.data, made.k.scale, v_scale, *values)
 
 
 @dataclass
@@ -79,6 +104,14 @@ class Packed:
                 count -= 1
                 table[request, page] = count
         return table
+
+    def unpaged(self, pages: Tensor) -> Tensor:
+        """Flat keys [Tk, heads, D] of pages [pages, heads, 128, D] that `page_table` leads to."""
+        table, parts = self.page_table, []
+        for request, length in enumerate(self.lengths_k):
+            for page, begin in enumerate(range(0, length, BLOCK)):
+                parts.append(pages[table[request, page], :, : min(length - begin, BLOCK)].transpose(0, 1))
+        return torch.cat(parts)
 
     def limits(self, causal: bool, offsets: list[int] | None = None) -> list[tuple[int, int]]:
         """(request, last visible key) of every row; (-1, -1) behind the last request."""

@@ -8,7 +8,7 @@ import pytest
 import rounding
 import torch
 from compat import packed_batches
-from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_Q, Packed
+from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_Q, FourBits, Packed
 from torch import Tensor
 
 from msa_tiles.compat import flashinfer
@@ -188,6 +188,30 @@ def test_e4m3_caches(queries: torch.dtype, function: str) -> None:
     check(found, wanted, 4 * exact[2])
 
 
+@pytest.mark.parametrize("scales", [torch.uint8, FP8])
+def test_nvfp4_pages(scales: torch.dtype) -> None:
+    """Planar pages with scales as bytes or as numbers: prefill, decode, and decode that was prepared."""
+    batch, dim = Packed(f"nvfp4 {scales}", lengths_q=(2,) * 5, behind=0), 32
+    stored = FourBits.draw(batch, dim, 0.25, 0.5)
+    q, ids = batch.queries(dim=dim), batch.ids(2)
+    wanted = packed_batches.attention(batch, q, stored.k_values, stored.v_values, ids, batch.limits(True), dim**-0.5)
+    options = {"page_table": batch.page_table, "seqused_k": batch.used, "k_global_scale": 0.25, "v_global_scale": 0.5}
+    options |= {"k_scale": stored.k_scale.view(scales), "v_scale": stored.v_scale.view(scales)}
+    caches = stored.k, stored.v
+    found = flashinfer.msa_sparse_attention(
+        q, *caches, ids, batch.cu_q, causal=True, return_softmax_lse=True, **options
+    )
+    check(found, wanted, stored.v_values)
+    found = flashinfer.msa_sparse_decode_attention(q, *caches, ids, seqlen_q=2, return_softmax_lse=True, **options)
+    check(found, wanted, stored.v_values)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    run = flashinfer.prepare_msa_nvfp4_sparse_decode(q, *caches, ids, seqlen_q=2, out=out, lse=lse, **options)
+    assert bool(out.isnan().all())  # nothing runs before it is called
+    assert run() is out and torch.equal(out, found[0]) and torch.equal(lse, found[1])
+    fresh = flashinfer.prepare_msa_nvfp4_sparse_decode(q, *caches, ids, seqlen_q=2, **options)
+    assert fresh() is fresh() and torch.equal(fresh(), out)
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
 @pytest.mark.parametrize("queries", [1, 40])
 def test_decode(paged: bool, queries: int) -> None:
@@ -229,9 +253,16 @@ def test_what_is_not_served_is_a_sentence() -> None:
     q, k, ids = batch.queries(), batch.keys(), batch.ids(2)
     attend, decode = flashinfer.msa_sparse_attention, flashinfer.msa_sparse_decode_attention
     places = (batch.cu_q, batch.cu_k)
+    byte = torch.zeros(2, KV_HEADS, BLOCK, 8, dtype=torch.uint8)
+    scale = torch.zeros(2, KV_HEADS, BLOCK, 1, dtype=torch.uint8)
+    far = torch.zeros(2, KV_HEADS, BLOCK, 3, dtype=torch.uint8)[..., :1]
     for error, message, call in (
-        (NotImplementedError, "packed NVFP4", lambda: attend(q, k.to(torch.uint8), k, ids, *places)),
-        (NotImplementedError, "k_scale", lambda: attend(q, k, k, ids, *places, k_scale=torch.ones(1))),
+        (ValueError, "v: got dtype torch.float32 beside", lambda: attend(q, k.to(torch.uint8), k, ids, *places)),
+        (ValueError, "k: got shape", lambda: attend(q, k.byte(), k.byte(), ids, *places, k_scale=scale)),
+        (ValueError, "tiles of 128x4", lambda: attend(q, byte, byte, ids, *places, k_scale=scale.flatten())),
+        (ValueError, "k_scale: got None", lambda: attend(q, byte, byte, ids, *places)),
+        (ValueError, "v_scale: got strides", lambda: attend(q, byte, byte, ids, *places, k_scale=scale, v_scale=far)),
+        (ValueError, "k_scale: got a tensor", lambda: attend(q, k, k, ids, *places, k_scale=torch.ones(1))),
         (ValueError, "workspace", lambda: attend(q, k, k, ids, *places, workspace=object())),
         (TypeError, "float16", lambda: attend(q.half(), k.half(), k.half(), ids, *places)),
         (ValueError, "cu_seqlens_k: got None", lambda: attend(q, k, k, ids, batch.cu_q)),
@@ -240,8 +271,7 @@ def test_what_is_not_served_is_a_sentence() -> None:
         (TypeError, "k: got dtype", lambda: flashinfer.msa_proxy_score(q, k.to(FP8), *places)),
         (ValueError, "q: got 3 heads", lambda: flashinfer.msa_proxy_score(q[:, :3], k, *places)),
         (ValueError, "output: got", lambda: flashinfer.msa_topk_select(torch.zeros(1, 2, 3), 2, output=ids)),
-        (NotImplementedError, "NVFP4", flashinfer.msa_proxy_score_fp4),
-        (NotImplementedError, "NVFP4", flashinfer.prepare_msa_nvfp4_sparse_decode),
+        (NotImplementedError, "tiles of 128x4", flashinfer.msa_proxy_score_fp4),
         (AttributeError, "k_offset", lambda: flashinfer.msa_icp_merge_candidates),
         (AttributeError, "no attribute 'msa_nothing'", lambda: flashinfer.msa_nothing),
     ):

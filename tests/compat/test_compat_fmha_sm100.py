@@ -9,9 +9,10 @@ import pytest
 import rounding
 import torch
 from compat import packed_batches
-from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_K, LENGTHS_Q, Packed
+from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_K, LENGTHS_Q, FourBits, Packed
 from torch import Tensor
 
+from msa_tiles import quant
 from msa_tiles.compat import fmha_sm100
 
 SCALE = DIM**-0.5
@@ -88,6 +89,45 @@ def test_attention(paged: bool, causal: bool | None) -> None:
     check((out, lse), packed_batches.attention(batch, q, k, v, ids, limits, 0.4), v)
     check((out, warm), (out.double(), packed_batches.attention(batch, q, k, v, ids, limits, 0.2)[1]), v)
     assert torch.equal(call(q, keys, values, pointers, queries, 3, softmax_scale=0.4, **where), out)
+
+
+def test_nvfp4_pages() -> None:
+    batch, dim = Packed("nvfp4"), 32
+    stored = FourBits.draw(batch, dim, 0.25, 1.0)
+    q, ids = batch.queries(dim=dim), batch.ids(3)
+    csr = fmha_sm100.build_k2q_csr(ids, batch.cu_q, batch.cu_k, BLOCK, total_k=sum(LENGTHS_K))
+    where = {"cu_seqlens_q": batch.cu_q, "cu_seqlens_k": batch.cu_k, "max_seqlen_q": 40, "max_seqlen_k": 300}
+    tensors = stored.k, stored.v, stored.k_scale.view(torch.uint8), stored.v_scale.view(torch.uint8)
+    found = fmha_sm100.sparse_atten_nvfp4_kv_func(
+        q, *tensors, torch.tensor([0.25]), None, *csr, 3, page_table=batch.page_table, seqused_k=batch.used,
+        return_softmax_lse=True, softmax_scale=SCALE, **where,
+    )  # fmt: skip
+    values = stored.k_values, stored.v_values
+    check(found, packed_batches.attention(batch, q, *values, ids, batch.limits(False), SCALE), stored.v_values)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_four_bits(kind: str, causal: bool) -> None:
+    """Queries and paged keys of 4 bits, two query heads for each of two heads of keys; pages in a list."""
+    batch, dim = Packed(f"fp4 {kind} {causal}"), 64
+    quantise = {"nvfp4": quant.quantize_nvfp4, "mxfp4": quant.quantize_mxfp4}[kind]
+    one = {} if kind == "mxfp4" else {"global_scale": 1.0}
+    q = quantise(batch.queries(dim=dim), **one)
+    keys = quantise(batch.pages(batch.keys(dim=dim), dim), **one)
+    counts = [-(-length // BLOCK) for length in LENGTHS_K]
+    listed = torch.cat([batch.page_table[request, :count] for request, count in enumerate(counts)])
+    offsets = [130, 0, -3, 2, 100] if causal else None
+    found = fmha_sm100.fp4_indexer_block_scores(
+        q.data, keys.data, q.scale.view(torch.uint8), keys.scale, batch.cu_q, batch.cu_k,
+        packed_batches.starts(tuple(counts)), max_seqlen_q=40, max_seqlen_k=300, kv_indices=listed, fp4_format=kind,
+        causal=causal, qo_offset=None if offsets is None else torch.tensor(offsets, dtype=torch.int32),
+        scale_layout="public",
+    )  # fmt: skip
+    values = q.dequantize(), batch.unpaged(keys.dequantize())
+    wanted = packed_batches.scores(batch, *values, batch.limits(causal, offsets), 3)
+    size = dim * float(values[0].abs().max() * values[1].abs().max())
+    rounding.close(found, wanted, terms=dim, size=size)
 
 
 def test_nobody_selects_anything() -> None:
@@ -177,8 +217,13 @@ def test_what_is_not_served_is_a_sentence() -> None:
     attend, build = fmha_sm100.sparse_atten_func, fmha_sm100.build_k2q_csr
     decode, select = fmha_sm100.sparse_decode_atten_func, fmha_sm100.sparse_topk_select
     score = torch.zeros(1, 4, 2)
+    fp4, starts = fmha_sm100.fp4_indexer_block_scores, (batch.cu_q, batch.cu_k, batch.cu_k)
+    byte, keys = (torch.zeros(shape, dtype=torch.uint8) for shape in ((46, 2, 8), (3, 2, BLOCK, 8)))
+    pages = {"max_seqlen_q": 40, "max_seqlen_k": 300, "kv_indices": batch.used, "fp4_format": "nvfp4"}
+    public = pages | {"scale_layout": "public"}
+    other = public | {"fp4_format": "fp4"}
     for error, message, call in (
-        (NotImplementedError, "packed NVFP4", lambda: attend(q, k.to(torch.uint8), k, *csr, 2, **where)),
+        (ValueError, "k: got shape", lambda: attend(q, k.byte(), k.byte(), *csr, 2, **where)),
         (ValueError, "return_softmax_lse", lambda: attend(q, k, k, *csr, 2, return_temperature_lse=True, **where)),
         (
             ValueError,
@@ -194,8 +239,15 @@ def test_what_is_not_served_is_a_sentence() -> None:
         (ValueError, "max_score_layout: got 'KHT'", lambda: select(score, 2, max_score_layout="KHT")),
         (ValueError, "block_table: got", lambda: select(score, 2, block_table=torch.zeros(2, 1, 3, dtype=torch.int32))),
         (NotImplementedError, "page_table apart", lambda: select(score, 2, block_table=ids[0])),
-        (NotImplementedError, "NVFP4", fmha_sm100.sparse_atten_nvfp4_kv_func),
-        (NotImplementedError, "4 bits", fmha_sm100.fp4_indexer_block_scores),
+        (NotImplementedError, "wanted 'public'", lambda: fp4(byte, keys, byte, keys, *starts, **pages)),
+        (
+            ValueError,
+            "fp4_format: got 'fp4'",
+            lambda: fp4(byte, keys, byte, keys, *starts, **other),
+        ),
+        (ValueError, "k_fp4: got shape", lambda: fp4(byte, keys[:, :, :64], byte, keys, *starts, **public)),
+        (ValueError, "q_scale: got", lambda: fp4(byte, keys, byte[..., :2], keys, *starts, **public)),
+        (ValueError, "qo_offset: got", lambda: fp4(byte, keys, byte, keys, *starts, **public, qo_offset=ids)),
     ):
         with pytest.raises(error, match=message):
             call()
