@@ -1,0 +1,177 @@
+"""Attention over NVFP4 and MXFP4 keys and values under BF16 queries, against the reference on what they stand for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msa_tiles import ops, reference
+from msa_tiles.quant import GROUPS, QuantizedTensor, quantize_mxfp4, quantize_nvfp4, quantize_pages
+from msa_tiles.runtime.registry import default_registry
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+LENGTHS_K = [700, 130, 333, 0, 640]
+LENGTHS = {"sparse_attention": [600, 1, 200, 0, 640], "sparse_decode": [4, 1, 32, 0, 7]}
+HEADS, TOPK = 2, 6
+FORMATS = {"q16kv4": "nvfp4", "q16kvmx4": "mxfp4"}
+SERVED = sorted(
+    (cell.op, cell.dsl, FORMATS[cell.precision])
+    for cell in default_registry().cells
+    if cell.target == "sm90" and cell.op in LENGTHS and cell.precision in FORMATS
+)
+each_kernel = pytest.mark.parametrize(("op", "dsl", "name"), SERVED)
+# Flat, pages with scales in two orders, and the pages of two servers in a pool of three layers.
+LAYOUTS = ("flat", "linear", "interleaved", "vllm", "sglang")
+
+
+class Drawn:
+    """Requests with keys and values of 4 bits, and ids of blocks; rows that nobody may see are NaN."""
+
+    def __init__(self, op: str, name: str, layout: str, group: int = 16, dim: int = 128, block: int = 128) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(torch.seed() % (1 << 31))
+        self.group, self.block = group, block
+        lengths, blocks = LENGTHS[op], -(-max(LENGTHS_K) // block)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE)
+
+        starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        total = int(starts[-1])
+        request = torch.arange(len(lengths), device=DEVICE).repeat_interleave(torch.tensor(lengths, device=DEVICE))
+        ends = torch.tensor(LENGTHS_K, device=DEVICE)[request]
+        self.positions = ends - starts[1:][request] + torch.arange(total, device=DEVICE)
+        self.request = request
+        self.where: dict[str, Any] = {"cu_seqlens_q": starts, "block_size": block}
+        if layout == "flat":
+            self.where["cu_seqlens_k"] = torch.tensor([0, *LENGTHS_K], device=DEVICE).cumsum(0).int()
+            keys = [normal(sum(LENGTHS_K), HEADS, dim) for _ in "kv"]
+        else:
+            page, width = block // 2, 2 * blocks
+            table = torch.randperm(len(lengths) * width, generator=generator, device=DEVICE).int().view(-1, width)
+            self.where |= {"page_table": table, "seqused_k": torch.tensor(LENGTHS_K, device=DEVICE).int()}
+            keys = [normal(table.numel(), HEADS, page, dim) for _ in "kv"]
+            for number, length in enumerate(LENGTHS_K):
+                hidden = torch.arange(width * page, device=DEVICE).view(width, page) >= length
+                for part in keys:
+                    part[table[number].long()] = part[table[number].long()].masked_fill(
+                        hidden[:, None, :, None], torch.nan
+                    )
+        self.k, self.v = quantised(keys, name, layout)
+        self.q = normal(total, HEADS * group, dim).bfloat16()
+        order = torch.rand(HEADS, total, blocks, generator=generator, device=DEVICE).argsort(-1)[..., :TOPK]
+        # The last block that a query sees is always among them.
+        order[..., 0] = self.positions.clamp_min(0) // block
+        twice = (order[..., 1:] == order[..., :1]) | (order[..., 1:] > (self.positions // block)[:, None])
+        order[..., 1:] = order[..., 1:].masked_fill(twice, -1)
+        self.ids = order.int()
+
+    def attend(self, op: str, backend: str, **more: Any) -> tuple[Tensor, Tensor]:
+        call = getattr(ops, op)
+        return call(self.q, self.k, self.v, self.ids, return_lse=True, backend=backend, **self.where, **more)
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        k, v = self.k.dequantize(), self.v.dequantize()
+        return reference.sparse_attention(self.q.float(), k, v, self.ids, **self.where)
+
+    def check(self, found: tuple[Tensor, Tensor]) -> None:
+        """Codes times scales are exact in 16 bits: what is off comes of weights, and of rounding the output."""
+        (out, lse), (wanted, wanted_lse) = found, self.wanted()
+        assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(lse.isnan(), wanted_lse.isnan())
+        size = wanted.nan_to_num(0.0).abs().amax().clamp_min(1e-30)
+        assert ((out.float() - wanted).nan_to_num(0.0).abs() <= 2**-7 * size).all()
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3, equal_nan=True)
+
+
+def quantised(keys: list[Tensor], name: str, layout: str) -> tuple[QuantizedTensor, QuantizedTensor]:
+    if layout in ("vllm", "sglang"):
+        pages, heads, page, dim = keys[0].shape
+        shape = (pages, 3, 2 * heads, page, dim // 16 * 9)
+        pool = torch.zeros(shape if layout == "vllm" else (*shape[:2], 2 * heads * page * dim // 16 * 9),
+                           dtype=torch.uint8, device=DEVICE)  # fmt: skip
+        outer = (torch.tensor(0.01, device=DEVICE), torch.tensor(0.03, device=DEVICE))
+        made = quantize_pages(*keys, layout, k_global_scale=outer[0], v_global_scale=outer[1], pool=pool[:, 1])
+        return made.k, made.v
+    k, v = map({"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4}[name], keys)
+    return k, v.with_layout("interleaved") if layout == "interleaved" else v
+
+
+@each_kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("group", "dim", "block"), [(16, 128, 128), (8, 64, 128), (2, 64, 64)])
+def test_it_is_attention_over_what_the_codes_stand_for(
+    op: str, dsl: str, name: str, layout: str, group: int, dim: int, block: int
+) -> None:
+    if name == "mxfp4" and layout in ("vllm", "sglang"):
+        pytest.skip("a layout of nvfp4")
+    given = Drawn(op, name, layout, group, dim, block)
+    found = given.attend(op, dsl)
+    given.check(found)
+    assert not any(part.isnan().any() for part in found)
+    for _ in range(3):
+        assert all(map(torch.equal, given.attend(op, dsl), found))
+
+
+@each_kernel
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_group_that_is_nan_reaches_who_sees_it_alone(op: str, dsl: str, name: str, which: str) -> None:
+    given = Drawn(op, name, "flat")
+    clean = given.attend(op, dsl)
+    token = LENGTHS_K[0] - 60
+    getattr(given, which).scale.view(torch.uint8)[token, 1, 2] = 0x7F if name == "nvfp4" else 0xFF
+    found = given.attend(op, dsl)
+    given.check(found)
+    reads = (given.ids[1] == token // given.block).any(-1) & (given.request == 0) & (given.positions >= token)
+    heads = slice(given.group, None)
+    assert found[0][reads][:, heads].isnan().any() and not found[0][~reads].isnan().any()
+    assert torch.equal(found[0][:, : given.group], clean[0][:, : given.group])
+
+
+@each_kernel
+def test_extreme_scales(op: str, dsl: str, name: str) -> None:
+    """Groups of zeros, and codes under scales that e4m3 cannot hold the product of; global scales of any size."""
+    given = Drawn(op, name, "flat")
+    groups = GROUPS[name]
+    given.v.data[:] = 0x77
+    given.v.scale.view(torch.uint8)[:] = 0x7E if name == "nvfp4" else 0x8A
+    given.v.scale.view(torch.uint8)[:, 1] = 0
+    given.k.scale.view(torch.uint8)[:, 0] = 0
+    given.check(given.attend(op, dsl))
+    if groups.has_global:
+        given = Drawn(op, name, "flat")
+        for size in (1e-6, 1e4):
+            outer = torch.tensor(size, device=DEVICE)
+            given.k, given.v = (QuantizedTensor(x.data, x.scale, name, global_scale=outer) for x in (given.k, given.v))
+            scale = {"softmax_scale": 128**-0.5 / size / 400}
+            given.where |= scale
+            given.check(given.attend(op, dsl))
+        given.k, given.v = (QuantizedTensor(x.data, x.scale, name) for x in (given.k, given.v))
+        given.where |= {"softmax_scale": 128**-0.5 / 400}
+        given.check(given.attend(op, dsl))
+
+
+@pytest.mark.parametrize(("op", "dsl", "name"), [served for served in SERVED if served[0] == "sparse_decode"])
+def test_nothing_is_copied_and_a_graph_reads_new_bytes(op: str, dsl: str, name: str) -> None:
+    given = Drawn(op, name, "interleaved")
+    out, lse = torch.empty_like(given.q), torch.empty(given.q.shape[:2], device=DEVICE)
+    size = ops.decode_workspace_bytes(given.q, TOPK, HEADS)
+    workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    attend = functools.partial(given.attend, op, dsl, out=out, lse=lse, workspace=workspace)
+    attend()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    attend()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    given.k.data.copy_(given.k.data.flip(0))
+    given.v.scale.view(torch.uint8).copy_(given.v.scale.view(torch.uint8).flip(2))
+    graph.replay()
+    found = out.clone(), lse.clone()
+    assert all(map(torch.equal, attend(), found))
+    given.check(found)
