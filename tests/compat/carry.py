@@ -16,9 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from compat import sglang_files, vllm_layer
 from compat.stand_ins import Source
 
+from msa_tiles.compat.sglang import forwards
+
 WANTED = {
     "vllm": vllm_layer.REAL,
-    "sglang": (*sglang_files.REAL, sglang_files.KERNELS, f"{sglang_files.KERNELS}."),
+    "sglang": (*sglang_files.REAL, forwards.BACKEND, sglang_files.KERNELS, f"{sglang_files.KERNELS}."),
 }
 
 

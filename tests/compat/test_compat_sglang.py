@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from rounding import close, softmax_terms
 
 from msa_tiles import ops
 from msa_tiles.compat import notes, plugins
-from msa_tiles.compat.sglang import hooks, pools
+from msa_tiles.compat.sglang import forwards, hooks, pools
 from msa_tiles.compat.sglang.calls import Decode, Prefill
 from msa_tiles.runtime import NoKernelError
 
@@ -36,9 +36,12 @@ def fresh(monkeypatch):
     """A process that has logged and refused nothing yet."""
     monkeypatch.setattr(notes, "_SAID", set())
     monkeypatch.setattr(hooks, "kinds", notes.Kinds(hooks.log, "MiniMax M3"))
+    monkeypatch.setattr(hooks, "shared", forwards.Shared())
     hooks._deterministic.cache_clear()
+    hooks._listen.cache_clear()
     yield
     hooks._deterministic.cache_clear()
+    hooks._listen.cache_clear()
 
 
 def scales_of(draw, dtype):
@@ -111,6 +114,69 @@ def test_pages_that_divide_a_block(page):
     given, batch = Parameters(4, 0, 1), decoding(draw)
     _, out = hooks.decode(never, **decode_of(draw, batch, given, page_size=page))
     check(batch, given, out, None)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """How many tables of pages were made."""
+    made = []
+
+    def table(*given):
+        made.append(given)
+        return own(*given)
+
+    own = pools.table
+    monkeypatch.setattr(pools, "table", table)
+    return made
+
+
+def layers_of(batch, arguments, count=3):
+    """The arguments of several layers: of each other pools, of all the same tensors that say where."""
+    return [arguments | {"k_cache": arguments["k_cache"].clone()} for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_layers_of_a_forward_share_their_tables(tables, kind):
+    draw, given = drawn(f"shared {kind}"), Parameters(4, 0, 1)
+    batch = decoding(draw)
+    layers = layers_of(batch, (prefill_of if kind == "prefill" else decode_of)(draw, batch, given))
+
+    def forward():
+        before = len(tables)
+        for arguments in layers:
+            check(batch, given, getattr(hooks, kind)(never, **arguments)[1], None)
+        return len(tables) - before
+
+    assert forward() == len(layers), "nobody told that a forward began"
+    hooks.shared.begin("a backend", in_capture=True)
+    assert forward() == 1
+    assert forward() == 1, "the first layer came again"
+    layers[1]["seq_lens"] = layers[1]["seq_lens"].clone()
+    assert forward() == 3, "other tensors, and again the first ones"
+
+
+def test_lengths_that_grow_in_place_are_read_again(tables):
+    """A step of drafts may add to the same tensors: its first layer has been there before."""
+    draw, given = drawn("grown"), Parameters(4, 0, 1)
+    batch = Batch(draw, HEADS[8], [1, 1], [300, 128], 37)
+    arguments = decode_of(draw, batch, given, max_seqlen=300) | {"seq_lens": torch.tensor([299, 127])}
+    hooks.shared.begin()
+    hooks.decode(never, **arguments)
+    arguments["seq_lens"] += 1
+    check(batch, given, hooks.decode(never, **arguments)[1], None)
+    assert len(tables) == 2
+
+
+def test_a_graph_shares_nothing_with_what_ran_before(tables, monkeypatch):
+    """What a graph records has to be made in it."""
+    draw, given = drawn("captured"), Parameters(4, 0, 1)
+    batch = decoding(draw)
+    first, second = layers_of(batch, decode_of(draw, batch, given), 2)
+    hooks.shared.begin()
+    hooks.decode(never, **first)
+    monkeypatch.setattr(hooks.kept, "capturing", lambda device: True)
+    hooks.decode(never, **second)
+    assert len(tables) == 2
 
 
 LEFT = {
@@ -255,6 +321,40 @@ def test_the_plugin_wraps_sglangs_functions(sglang, caplog, monkeypatch):
     sglang.sparse.flash_decode_with_topk_idx = lambda **named: (None, ids, None)
     sglang.sparse.flash_decode_with_gqa_share_sparse = lambda **named: named["topk_idx"]
     assert sglang.sparse.minimax_sparse_decode(**arguments | {"sink": torch.zeros(1)}) == (None, ids)
+
+
+def test_sglangs_backend_tells_when_a_forward_begins(sglang, tables, monkeypatch):
+    """Its class is hooked with the first call, which comes after its module was loaded."""
+    calls = []
+
+    class MiniMaxSparseAttnBackend:
+        def init_forward_metadata_out_graph(self, batch, in_capture=False):
+            calls.append((batch, in_capture))
+
+        def init_forward_metadata_in_graph(self, batch):
+            calls.append(batch)
+
+    backend = ModuleType(forwards.BACKEND)
+    backend.MiniMaxSparseAttnBackend = MiniMaxSparseAttnBackend
+    monkeypatch.setitem(sys.modules, forwards.BACKEND, backend)
+    draw, given = drawn("told"), Parameters(4, 0, 1)
+    batch = decoding(draw)
+    layers = layers_of(batch, decode_of(draw, batch, given))
+    for begins, made in ((False, 3), (True, 1), (True, 1)):
+        if begins:
+            MiniMaxSparseAttnBackend().init_forward_metadata_out_graph("batch", in_capture=True)
+            MiniMaxSparseAttnBackend().init_forward_metadata_in_graph("batch")
+        before = len(tables)
+        for arguments in layers:
+            hooks.decode(never, **arguments)
+        assert len(tables) - before == made
+    assert calls == [("batch", True), "batch"] * 2
+
+
+def test_the_backends_methods_are_there(files):
+    text, _ = files.read(forwards.BACKEND)
+    [backend] = [node for node in ast.parse(text).body if getattr(node, "name", "") == "MiniMaxSparseAttnBackend"]
+    assert {*forwards.PREPARES} <= {node.name for node in backend.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_index_keys_of_fewer_bits_than_queries(sglang):

@@ -170,3 +170,17 @@ def test_the_page_your_gpu_holds_word_for_word(installed: Path, tmp_path: Path) 
 def test_an_installation_is_not_written_to(installed: Path) -> None:
     run(installed, "msa-tiles", "generate", expect=2)
     run(installed, "msa-tiles", "generate", "--target", "sm103", expect=2)
+
+
+def test_servers_find_the_plugins(installed: Path) -> None:
+    """By the entry points of the installed wheel. Without these servers they do nothing, and raise nothing."""
+    code = """
+import sys
+from importlib.metadata import entry_points
+
+sys.modules["vllm"] = sys.modules["sglang"] = None
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    [plugin] = [entry for entry in entry_points(group=group) if entry.name == "msa_tiles"]
+    print(plugin.load()())
+"""
+    assert run(installed, "python", "-c", code).split() == ["None", "None"]

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.compat import kept, notes, servers, warm
-from msa_tiles.compat.sglang import pools
+from msa_tiles.compat.sglang import forwards, pools
 from msa_tiles.compat.sglang.calls import Decode, Prefill
 from msa_tiles.quant import FP8
 
 log = logging.getLogger("sglang.msa_tiles")
 kinds = notes.Kinds(log, "MiniMax M3")
+Where = dict[str, Tensor]
+shared: forwards.Shared[Where] = forwards.Shared()
 _Call = TypeVar("_Call", Prefill, Decode)
 
 
@@ -35,6 +37,12 @@ def prefill(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
 def decode(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Around ``minimax_sparse_decode``."""
     return _around("decode", Decode, _decode, original, given, named)
+
+
+@functools.lru_cache(maxsize=1)
+def _listen() -> None:
+    """With the first call: whoever makes it has loaded SGLang's backend."""
+    forwards.listen(log, shared.begin)
 
 
 def _around(
@@ -52,6 +60,7 @@ def _around(
     else:
         reason = call.why_not() or ("SGLang is to be deterministic" if _deterministic() else None)
         if reason is None and kinds.takes(kind):
+            _listen()
             _ahead(call.idx_q.dtype, call.topk, call.k_cache.dtype, call.q.shape[1] // call.k_cache.shape[1])
             try:
                 with kinds.trying(kind), torch.no_grad():
@@ -67,14 +76,17 @@ def _around(
 
 def _prefill(call: Prefill, original: Callable[..., Any]) -> Any:
     most = servers.rounded(call.max_seqlen_k, call.req_to_token.shape[1])
+
+    def make() -> Where:
+        positions = servers.positions(call.cu_seqlens, call.prefix_lens.to(torch.int32), call.q.shape[0])
+        return {**_keys(call, most), "q_positions": positions}
+
     where: dict[str, Any] = {
         "cu_seqlens_q": call.cu_seqlens,
-        "page_table": pools.table(call.req_to_token, call.slot_ids, most, call.page_size),
-        "seqused_k": call.seq_lens.to(torch.int32),
         "max_seqlen_q": call.max_seqlen_q,
         "max_seqlen_k": most,
-        "q_positions": servers.positions(call.cu_seqlens, call.prefix_lens.to(torch.int32), call.q.shape[0]),
         "block_size": call.block_size_k,
+        **_shared(call, (call.cu_seqlens, call.prefix_lens), most, make),
     }
     ids = call.cached_topk_idx
     if ids is None and call.idx_k_cache.dtype != call.idx_q.dtype:
@@ -102,11 +114,10 @@ def _decode(call: Decode, original: Callable[..., Any]) -> tuple[None, Tensor]:
     most = servers.rounded(call.max_seqlen, call.req_to_token.shape[1])
     where: dict[str, Any] = {
         "cu_seqlens_q": kept.multiples(1, requests + 1, call.q.device),
-        "page_table": pools.table(call.req_to_token, call.slot_ids, most, call.page_size),
-        "seqused_k": call.seq_lens.to(torch.int32),
         "max_seqlen_q": 1,
         "max_seqlen_k": most,
         "block_size": call.block_size_k,
+        **_shared(call, (), most, lambda: _keys(call, most)),
     }
     k, v, scales = _keys_and_values(call)
     out = torch.empty_like(call.q)
@@ -136,6 +147,19 @@ def _decode(call: Decode, original: Callable[..., Any]) -> tuple[None, Tensor]:
         block_indices=ids,
     )
     return None, out
+
+
+def _keys(call: Prefill | Decode, most: int) -> Where:
+    """Where the keys of requests are, and how many."""
+    table = pools.table(call.req_to_token, call.slot_ids, most, call.page_size)
+    return {"page_table": table, "seqused_k": call.seq_lens.to(torch.int32)}
+
+
+def _shared(call: Prefill | Decode, further: tuple[Tensor, ...], most: int, make: Callable[[], Where]) -> Where:
+    """The same for all layers of a forward."""
+    tensors = (call.req_to_token, call.slot_ids, call.seq_lens, *further)
+    key = (most, call.page_size, call.q.shape[0], kept.capturing(call.q.device))
+    return shared.of(call.k_cache, tensors, key, make)
 
 
 def _keys_and_values(call: Prefill | Decode) -> tuple[Tensor, Tensor, dict[str, Any]]:
