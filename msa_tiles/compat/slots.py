@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.compat import heads_first
+
 
 class Slots:
     """Row b of a batch has its tokens in the slots from ``first[b]`` (None: 0) to ``end``; made once a forward.
@@ -18,6 +20,7 @@ class Slots:
     def __init__(self, first: Tensor | None, end: int | Tensor) -> None:
         self.first, self.end = first, end
         self._sequences: tuple[dict[str, Any] | None] | None = None
+        self._placed: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @staticmethod
     def of(attention_mask: Tensor | None, end: int | Tensor) -> Slots:
@@ -51,9 +54,18 @@ class Slots:
                 return Slots(None, end)
         return Slots(first, end)
 
-    def first_on(self, device: torch.device) -> Tensor | None:
-        """``first`` on a device: layers of one model may lie on several."""
-        return None if self.first is None else self.first.to(device)
+    def place(self, num_queries: int, keys: heads_first.Tokens, *, used: bool = True) -> dict[str, Any]:
+        """`heads_first.where` of these slots (without ``used``: `heads_first.segments`), made once for all layers.
+
+        Layers of one model may lie on several devices.
+        """
+        device = keys.packed.device
+        known = (used, num_queries, keys.batch, keys.length, keys.pitch, device)
+        if known not in self._placed:
+            make = heads_first.where if used else heads_first.segments
+            first = None if self.first is None else self.first.to(device)
+            self._placed[known] = make(num_queries, keys, first, self.end)
+        return self._placed[known]
 
     def sequences(
         self, num_queries: int, num_keys: int, training: bool, kwargs: dict[str, Any]

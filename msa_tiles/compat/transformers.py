@@ -232,7 +232,7 @@ def _attend_densely(
         q, k, v = (heads_first.rows(each) for each in (query, key, value))
         return _one(ops.dense_attention(q, k, v, softmax_scale=scaling, **packed))
     keys, values = _alike(key, value)
-    placed = heads_first.segments(query.shape[2], keys, slots.first_on(key.device), slots.end)
+    placed = slots.place(query.shape[2], keys, used=False)
     q = heads_first.rows(query)
     return _one(ops.dense_attention(q, keys.packed, values.packed, softmax_scale=scaling, **placed))
 
@@ -255,13 +255,13 @@ def _attend_sparsely(
         idx_k, k, v = (heads_first.rows(each) for each in (indexed.keys, key, value))
         ids = _select(indexer, idx_q, idx_k[:, 0], key.shape[1], False, packed)
         return _one(ops.sparse_attention(q, k, v, ids, **options, **packed))
-    num_queries, first = query.shape[2], slots.first_on(key.device)
+    num_queries = query.shape[2]
     few = num_queries <= FEW_QUERIES and not (torch.is_grad_enabled() and query.requires_grad)
     index_keys = heads_first.tokens(indexed.keys)
-    placed = heads_first.where(num_queries, index_keys, first, slots.end)
+    placed = slots.place(num_queries, index_keys)
     ids = _select(indexer, idx_q, index_keys.packed[:, 0], key.shape[1], few, placed)
     keys, values = _alike(key, value)
-    placed = heads_first.where(num_queries, keys, first, slots.end)
+    placed = slots.place(num_queries, keys)
     attend = ops.sparse_decode if few else ops.sparse_attention
     return _one(attend(q, keys.packed, values.packed, ids, **options, **placed))
 
