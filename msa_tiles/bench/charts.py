@@ -166,6 +166,8 @@ def roofline_points(latest: Mapping[rows.Key, Row]) -> list[RooflinePoint]:
     """A point for each operator that is one kernel's work and does arithmetic, by DSL and precision."""
     points = []
     for op, benchmark in BENCHMARKS.items():
+        if op not in benchmark.parts:
+            continue  # a call of another operator, in another way
         for precision in benchmark.precisions:
             label = next((label for label in SHOWN if any((op, label, precision, dsl) in latest for dsl in DSLS)), None)
             if label is None:

@@ -158,7 +158,7 @@ def _by_reference(
     everything: tuple[slice, dict[str, Any]] = (slice(0, total_q), given.where.keywords())
     parts = [everything]
     if call.batch_invariant:
-        parts = list(reference.each_alone(total_q, given.k, **given.where.keywords()))
+        parts = reference.each_alone(total_q, given.k, **given.where.keywords())
     for rows, where in parts:
         block_indices[:, rows] = reference.select_blocks(
             given.idx_q[rows],

@@ -5,16 +5,17 @@ Products and sums of torch add up in an order that depends on how many rows ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from msa_tiles.reference.batch import flat_or_paged, read_batch
+from msa_tiles.reference.threads import one_thread
 
 
-def each_alone(total_q: int, keys: Tensor, **where: Any) -> Iterator[tuple[slice, dict[str, Any]]]:
+@one_thread()
+def each_alone(total_q: int, keys: Tensor, **where: Any) -> list[tuple[slice, dict[str, Any]]]:
     """For every query its row, and the arguments that place a call of this query alone among the same keys.
 
     ``keys`` are the call's, [Tk, …] or [pages, …, page, D] with a ``page_table``; ``where`` as in `read_batch`.
@@ -25,6 +26,10 @@ def each_alone(total_q: int, keys: Tensor, **where: Any) -> Iterator[tuple[slice
     starts = where.get("cu_seqlens_q")
     if starts is None:
         starts = torch.tensor([0, total_q], dtype=torch.int32, device=device)
-    for row in range(total_q):
-        alone = {"cu_seqlens_q": (starts - row).clamp(0, 1), "q_positions": positions[row : row + 1]}
-        yield slice(row, row + 1), {**where, **alone}
+    return [
+        (
+            slice(row, row + 1),
+            {**where, "cu_seqlens_q": (starts - row).clamp(0, 1), "q_positions": positions[row : row + 1]},
+        )
+        for row in range(total_q)
+    ]

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from msa_tiles.quant import FP8, GROUPS, quantize_mxfp4, quantize_nvfp4, round_fp8, scale_of
 from msa_tiles.quant.layouts import TOKENS
+from msa_tiles.reference.threads import one_thread
 
 
+@one_thread()
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -26,10 +28,11 @@ def append_kv(
     Of e4m3 caches, ``k_scale`` and ``v_scale`` [] or [H] are given, or ``k_scales`` and ``v_scales`` [pages, H, page]
     are written beside the rows. Of 4-bit caches those of groups are written, and the global ones given.
     """
-    append_rows(k, k_cache, slot_mapping, k_scale, k_scales)
-    append_rows(v, v_cache, slot_mapping, v_scale, v_scales)
+    _append(k, k_cache, slot_mapping, k_scale, k_scales)
+    _append(v, v_cache, slot_mapping, v_scale, v_scales)
 
 
+@one_thread()
 def append_index(
     idx_k: Tensor,
     cache: Tensor,
@@ -39,9 +42,10 @@ def append_index(
     scales: Tensor | None = None,
 ) -> None:
     """Write idx_k [T, D] into a cache [pages, page, D] in place; see `msa_tiles.ops.append_index`."""
-    append_rows(idx_k[:, None], cache[:, None], slot_mapping, scale, None if scales is None else scales[:, None])
+    _append(idx_k[:, None], cache[:, None], slot_mapping, scale, None if scales is None else scales[:, None])
 
 
+@one_thread()
 def append_rows(
     rows: Tensor, cache: Tensor, slot_mapping: Tensor, scale: Tensor | None = None, scales: Tensor | None = None
 ) -> None:
@@ -50,6 +54,10 @@ def append_rows(
     Rows whose slot is negative or not in the cache are skipped. Into a cache of bytes go two values each, and into
     ``scales`` those of their groups, linear or interleaved; ``scale`` is then the global one.
     """
+    _append(rows, cache, slot_mapping, scale, scales)
+
+
+def _append(rows: Tensor, cache: Tensor, slot_mapping: Tensor, scale: Tensor | None, scales: Tensor | None) -> None:
     num_pages, _, page_size, _ = cache.shape
     kept = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     slots = slot_mapping[kept].long()

@@ -54,7 +54,13 @@ def calls() -> dict[str, Callable[[], object]]:
     parts, marks, sums = torch.zeros(TOKENS, 2, 4, 8), torch.ones(TOKENS, 2, 2), torch.zeros(2, 2, BLOCK, 8)
     partial_dq, partial_dk = torch.zeros(TOKENS, 2, 2, 8), torch.zeros(2, 1, BLOCK, 8)
     score, outs, lses = torch.randn(2, TOKENS, 3, generator=generator), out[None], lse[None]
+    cache, other, slots = torch.zeros(TOKENS, 2, 1, 8), torch.zeros(TOKENS, 2, 1, 8), torch.arange(TOKENS)
+    index_cache = torch.zeros(TOKENS, 1, 8)
     return {
+        "append_index": lambda: reference.append_index(idx_k, index_cache, slots),
+        "append_kv": lambda: reference.append_kv(k, v, cache, other, slots),
+        "append_rows": lambda: reference.append_rows(k, cache, slots),
+        "each_alone": lambda: reference.each_alone(TOKENS, k),
         "build_schedule": lambda: reference.build_schedule(ids, **size),
         "combine": lambda: reference.combine(outs, lses),
         "dense_attention": lambda: reference.dense_attention(q, k, v),
