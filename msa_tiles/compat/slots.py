@@ -68,22 +68,24 @@ class Slots:
         return self._placed[known]
 
     def sequences(
-        self, num_queries: int, num_keys: int, training: bool, kwargs: dict[str, Any]
+        self, queries: torch.Size, num_keys: int, training: bool, kwargs: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The keyword arguments that place packed sequences; None for rows that are one sequence each.
+        """The keyword arguments that place packed sequences among ``queries`` [B, Hq, Sq, D]; None where a row is one.
 
         Packed are those of ``cu_seq_lens_q`` (as of transformers' collator, with ``max_length_q``), and else those at
-        whose beginning ``position_ids`` [B, Sq] start again: to find these looks at them on the host, once a forward.
-        Raises ``ValueError`` where packed sequences come with a mask, or with a cache outside of training, since what
-        is decoded afterwards would belong to none of them.
+        whose beginning ``position_ids`` [B or 1, Sq] start again: to find these looks at them on the host, once a
+        forward. Raises ``ValueError`` where packed sequences come with a mask, or with a cache outside of training,
+        since what is decoded afterwards would belong to none of them.
         """
-        if num_queries < 2:
+        if queries[2] < 2:
             return None
         if self._sequences is None:
-            self._sequences = (self._find(num_queries, num_keys, training, kwargs),)
+            self._sequences = (self._find(queries[0], queries[2], num_keys, training, kwargs),)
         return self._sequences[0]
 
-    def _find(self, num_queries: int, num_keys: int, training: bool, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def _find(
+        self, batch: int, num_queries: int, num_keys: int, training: bool, kwargs: dict[str, Any]
+    ) -> dict[str, Any] | None:
         starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         positions = kwargs.get("position_ids")
         if starts is not None:
@@ -96,8 +98,8 @@ class Slots:
             if not bool(begins.any()):
                 return None
             if self.first is None:
-                batch = begins.shape[0]
-                edges = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero()[:, 0]
+                begins = torch.nn.functional.pad(begins, (1, 0), value=True).expand(batch, -1)
+                edges = begins.flatten().nonzero()[:, 0]
                 starts = torch.cat([edges, edges.new_tensor([batch * num_queries])]).to(torch.int32)
                 longest = int(starts.diff().max())
         else:

@@ -194,7 +194,7 @@ def attention(
     _refuse_what_is_not_served(query, dropout, kwargs)
     query, key, value = _autocast(query, key, value)
     slots = _slots(attention_mask, query, key, kwargs.get("position_ids"))
-    packed = slots.sequences(query.shape[2], key.shape[2], module.training, kwargs)
+    packed = slots.sequences(query.shape, key.shape[2], module.training, kwargs)
     if block_indices is None:
         out = _attend_densely(query, key, value, scaling, slots, packed)
     else:

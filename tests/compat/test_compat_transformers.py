@@ -138,7 +138,7 @@ def test_generation_that_rearranges_its_cache(drawn: Drawn, options: dict[str, i
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("how", ["positions", "rows", "cu_seq_lens"])
+@pytest.mark.parametrize("how", ["positions", "rows", "shared", "cu_seq_lens"])
 def test_packed_sequences_are_what_they_are_alone(drawn: Drawn, how: str) -> None:
     lengths = (33, 1, 40)
     sequences = [drawn.ids[0, :33], drawn.ids[1, :1], drawn.ids[1, :40]]
@@ -150,8 +150,10 @@ def test_packed_sequences_are_what_they_are_alone(drawn: Drawn, how: str) -> Non
     if how == "rows":  # the same again in a second row, in another order
         tokens = torch.cat([tokens, torch.cat(sequences[::-1])[None]])
         positions = torch.cat([positions, torch.cat([torch.arange(length) for length in lengths[::-1]])[None]])
+    if how == "shared":  # positions of all rows at once
+        tokens = tokens.expand(2, -1)
     found = ours(drawn, tokens, position_ids=positions, use_cache=False, **further)
-    order = [sequences, sequences[::-1]][: tokens.shape[0]]
+    order = [sequences, sequences if how == "shared" else sequences[::-1]][: tokens.shape[0]]
     for row, parts in zip(found, order, strict=True):
         for part, sequence in zip(row.split([len(each) for each in parts]), parts, strict=True):
             source = 0 if len(sequence) == 33 else 1
