@@ -118,10 +118,11 @@ def test_queries_become_pairs(pairs: types.ModuleType, head_dim: int) -> None:
     largest = found[0].abs().amax(-1)
     assert ((largest >= 2**7) & (largest <= 2**8))[usual].all()
     got, wanted = found.sum(0) * scales[:, None], queries.double()
-    # Half of the last of 8 bits of a value, or of what the smallest e4m3 counts in.
-    accepted = torch.maximum(wanted.abs() * 2.0**-8, 2.0**-10 * scales[:, None])
-    assert ((got - wanted).abs() <= accepted)[usual].all()
-    assert (got - wanted).abs()[usual].sum() > 0
+    assert usual.sum() > 30
+    large = (wanted.abs() >= 2.0**-9 * wanted.abs().amax(-1, keepdim=True)) & usual[:, None]
+    assert large.float().mean() > 0.5 and torch.equal(got[large], wanted[large])
+    # Half of what the smallest e4m3 counts in.
+    assert ((got - wanted).abs() <= 2.0**-10 * scales[:, None])[usual].all()
 
 
 @cute.jit

@@ -1,8 +1,9 @@
 """e4m3 keys and values for the query side of attention, whose keys are multiplied as they are stored.
 
-Queries of bfloat16 become pairs of e4m3 for it: what is nearest to a value, and what is nearest to the rest, 8
-significant bits together. S = Q K^T is the sum of two products of 8 bits, which take as long as one of 16. Values
-become float16, as e4m3 has them. Where tokens have scales this operand does not serve: they are part of a decoded key.
+Queries of bfloat16 become pairs of e4m3 for it: what is nearest to a value, and the rest. Both have 4 significant bits,
+bfloat16 has 8, so that nothing is lost of what is at least 2**-9 of its row's largest. S = Q K^T is the sum of two
+products of 8 bits, which take as long as one of 16. Values become float16, as e4m3 has them. Where tokens have scales
+this operand does not serve: they are part of a decoded key.
 """
 
 import cutlass
