@@ -292,6 +292,22 @@ def test_queries_of_another_dtype_are_vllms(state, model, calls, originals, monk
     assert torch.equal(layer.ids.sort(-1)[0], batch.selections(given).sort(-1)[0])
 
 
+@pytest.mark.parametrize("name", ["score_type", "block_size"])
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_parameters_that_are_not_ours_are_vllms(state, model, originals, step, name):
+    """An indexer that scores by another rule, or blocks of another size than pages: its decode step is not deferred."""
+    batch, given, drafts, padded = batch_of("parameters", step)
+    layer = Layer(state, batch, given, drafts=drafts)
+    for part in (layer.layer.indexer.impl, layer.layer.impl):
+        if hasattr(part, name):
+            setattr(part, name, {"score_type": "lse", "block_size": 64}[name])
+    check(layer, layer.forward(padded))
+    parts = {"index_decode"} | ({"index_score", "index_topk"} if step == "mixed" else set())
+    if name == "block_size":
+        parts |= {"sparse_attn_decode"} | ({"sparse_attn"} if step == "mixed" else set())
+    assert originals == {f"minimax_m3_{part}": 1 for part in parts}
+
+
 def test_signatures_are_those_of_this_vllm(state):
     """The functions of `compat.vllm` take what vLLM's take, by the same names and with the same defaults."""
     source = source_of("vllm", "MSA_TILES_VLLM_FILES")

@@ -24,7 +24,9 @@ def fresh(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("group", [1, 8, 16])
-def test_hopper_has_kernels_for_what_is_asked(dtype, group):
+@pytest.mark.parametrize("gone", [None, "it is for another version"], ids=["both DSLs", "CuTe DSL alone"])
+def test_hopper_has_kernels_for_what_is_asked(monkeypatch, gone, dtype, group):
+    monkeypatch.setattr("msa_tiles.runtime.toolchain.missing", lambda dsl: gone if dsl == "tilelang" else None)
     registry = runtime.default_registry()
     for call in (*warm.indexer(dtype, 16), *warm.attention(dtype == FP8, group)):
         jobs = parts.jobs_for(call, registry, "sm90")
