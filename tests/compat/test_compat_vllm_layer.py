@@ -17,11 +17,11 @@ import pytest
 import torch
 from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, drawn
 from compat.stand_ins import source_of
-from compat.vllm_layer import LAYER, Layer, vllm_files
+from compat.vllm_layer import LAYER, REGISTRY, Layer, vllm_files
 from rounding import close, softmax_terms
 
 from msa_tiles import ops
-from msa_tiles.compat import notes, vllm
+from msa_tiles.compat import notes, plugins, vllm
 from msa_tiles.runtime import NoKernelError
 
 SCALE = DIM**-0.5
@@ -130,6 +130,21 @@ def test_our_classes_are_chosen(state, model, caplog):
     models = importlib.import_module("vllm.models.minimax_m3")
     assert set(models.__all__) == set(model.__all__)
     assert all(getattr(model, name) is getattr(models, name) for name in model.__all__)
+
+
+def test_vllms_registry_finds_our_module(state, model, monkeypatch):
+    """By name, until a model is loaded; then it is vLLM's class, out of our module. Other models are as they were."""
+    monkeypatch.delenv("MSA_TILES_VLLM", raising=False)
+    registry = importlib.import_module(REGISTRY).ModelRegistry
+    before = dict(registry.models)
+    plugins.vllm()
+    changed = {name for name, found in registry.models.items() if found is not before[name]}
+    assert changed == {*plugins.VLLM_MODELS} and registry.models.keys() == before.keys()
+    models = importlib.import_module("vllm.models.minimax_m3")
+    for name in plugins.VLLM_MODELS:
+        entry = registry.models[name]
+        assert (entry.module_name, entry.class_name) == (model.__name__, name)
+        assert entry.load_model_cls() is getattr(models, name)
 
 
 @pytest.mark.parametrize(

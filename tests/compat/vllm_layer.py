@@ -18,6 +18,7 @@ from compat.m3 import DIM, FP8, PAGE, Batch, Parameters
 from compat.stand_ins import Finder, Hollow, Source, standing_in
 from torch import Tensor, nn
 
+REGISTRY = "vllm.model_executor.models.registry"
 REAL = (
     "vllm.models.minimax_m3",
     "vllm.models.minimax_m3.common",
@@ -29,6 +30,7 @@ REAL = (
     "vllm.models.minimax_m3.nvidia.model",
     "vllm.models.minimax_m3.nvidia.mtp",
     "vllm.model_executor.layers.attention_layer_base",
+    REGISTRY,
     "vllm.utils.math_utils",
     "vllm.v1.attention.backend",
     "vllm.v1.attention.backends.utils",
@@ -151,7 +153,7 @@ def names(state: State) -> dict[str, dict[str, Any]]:
 def vllm_files(source: Source) -> Iterator[State]:
     """vLLM's files, importable until the end of the block, and our model module with them."""
     state = State()
-    finder = Finder(source, "vllm", REAL, hollow=("transformers", "regex", "flashinfer"))
+    finder = Finder(source, "vllm", REAL, hollow=("transformers", "regex", "flashinfer", "cloudpickle"))
     with standing_in(finder, names(state), leaving=lambda name: name == "msa_tiles.compat.vllm.model"):
         yield state
 
