@@ -145,6 +145,9 @@ def calls() -> None:
     k = normal(130, 2, 128)
     ops.sparse_attention_backward(q, q, k, k, q, lse, ids, max_seqlen_k=125, **where)
     ops.index_kl(q, k, lse, normal(130, 2, 128).requires_grad_(), normal(130, 128), ids, max_seqlen_k=125, **where)
+    slots, scale = torch.arange(130), torch.ones(())
+    ops.append_kv(k, k, normal(2, 2, 128, 128), normal(2, 2, 128, 128), slots)
+    ops.append_index(normal(130, 128), normal(2, 128, 128).to(FP8), slots.to(torch.int32), scale=scale)
     split(ids, Where(**where))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "part_serves", lambda _facts, _backend, op, *_: op == "shared_attention")
