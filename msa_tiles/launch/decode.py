@@ -107,9 +107,10 @@ def score(
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, out: Tensor) -> None:
     """The kernel of decode_score, which writes the blocks that a request has."""
     out.fill_(-torch.inf)
-    idx_q, idx_k, where, q_scale, k_scale, _ = given
+    idx_q, idx_k, where, q_scale, k_scale, k_global = given
     at = place(where, idx_q.shape[0], idx_k.shape[0], idx_q.device)
-    score(kernel, idx_q, idx_k, applied_scales(idx_q, q_scale, k_scale, at.cu_seqlens_q), at, causal, out)
+    scales = applied_scales(idx_q, idx_k, q_scale, k_scale, k_global, at.cu_seqlens_q)
+    score(kernel, idx_q, idx_k, scales, at, causal, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +257,9 @@ class StepLaunch:
         )
         scores = scores.view(torch.float32).view(shape)
         at = place(given.where, q.shape[0], given.k.shape[0], q.device)
-        scales = applied_scales(idx_q, given.index_q_scale, given.index_k_scale, at.cu_seqlens_q)
+        scales = applied_scales(
+            idx_q, given.idx_k, given.index_q_scale, given.index_k_scale, given.index_k_global_scale, at.cu_seqlens_q
+        )  # fmt: skip
         score(self.scorer, idx_q, given.idx_k, scales, at, True, scores)
         self.attention.attend(given, block_indices, at, scores, self.forced, partials, out, lse)
 
@@ -287,10 +290,11 @@ def prepare_step(call: StepCall) -> StepLaunch | None:
         lookup.broken_rules("decode_topk", topk=call.topk, max_blocks=call.num_blocks)
         + lookup.broken_rules("decode_score", num_index_heads=idx_q.shape[1])
         + lookup.oversized_table(where, block_size)
-        + operands.interleaved_keys(given),
+        + operands.interleaved_keys(given)
+        + index.interleaved_keys(given.of_indexer),
         queries=lookup.size_of("sparse_decode", q.shape[0], call.batch_invariant),
         heads=max(q.shape[1], idx_q.shape[1]),
-        unaligned=operands.has_odd_scales(given),
+        unaligned=operands.has_odd_scales(given) or index.has_odd_scales(given.of_indexer),
     )
     variant = index.variant(given.of_indexer, block_size)
     of_index = lookup.precision(query=idx_q, index_key=formats.stored(given.idx_k, given.index_k_scale))

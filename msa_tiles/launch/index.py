@@ -12,7 +12,7 @@ from torch import Tensor
 from msa_tiles.call import backends, formats
 from msa_tiles.call.indexer import ORDERS, Index, RankCall, Ranked, ScoreCall, SelectCall
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup, places
+from msa_tiles.launch import lookup, packed, places
 
 # Launches a kernel that scores blocks: (kernel, operands, block size, causal, out [Hi, T, NB]).
 LaunchScores = Callable[[Any, Index, int, bool, Tensor], None]
@@ -59,15 +59,27 @@ class AppliedScales(NamedTuple):
 _NO_SCALES = AppliedScales((), (), ())
 
 
-def applied_scales(idx_q: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, unread: Tensor) -> AppliedScales:
-    """Scales as these kernels take them: q_scale [T, Hi] and k_scale, [n] where all keys share one, its first.
+def applied_scales(
+    idx_q: Tensor,
+    idx_k: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    k_global_scale: Tensor | None,
+    unread: Tensor,
+) -> AppliedScales:
+    """Scales as these kernels take them: q_scale [T, Hi] and k_scale, [n] where all keys share one, its first; those of
+    keys of 4 bits as `packed.of_index` says.
 
     The flags say whether q_scale, and whether the one of all keys, is to be read. ``unread``, an int32 tensor [n] of
     the call, stands in for what is not; nothing is allocated.
     """
-    if not formats.is_quantised(idx_q):
+    if not (formats.is_quantised(idx_q) or formats.is_packed(idx_k)):
         return _NO_SCALES
     unread = unread.view(torch.float32)
+    if formats.is_packed(idx_k) and k_scale is not None:
+        of_queries = unread[0] if q_scale is None else q_scale
+        of_keys = packed.of_index(idx_k, k_scale, k_global_scale)
+        return AppliedScales((of_queries.expand(idx_q.shape[:2]),), of_keys, (int(q_scale is not None), 1))
     flags = (int(q_scale is not None), int(k_scale is not None and not has_key_scales(k_scale)))
     if q_scale is None:
         q_scale = unread[0]
@@ -90,6 +102,19 @@ def variant(given: Index, block_size: int) -> dict[str, int]:
     return dims
 
 
+def interleaved_keys(given: Index) -> tuple[str, ...]:
+    """Why no kernel takes the scales of keys, if none does."""
+    if not formats.is_packed(given.idx_k) or given.k_scale is None or given.k_scale.dim() == given.idx_k.dim():
+        return ()
+    return ("scales of idx_k are interleaved, wanted linear ones",)
+
+
+def has_odd_scales(given: Index) -> bool:
+    """Whether scales of groups lie where a key's cannot be read at once."""
+    scale = given.k_scale
+    return formats.is_packed(given.idx_k) and scale is not None and packed.is_odd(given.idx_k, scale)
+
+
 def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> None:
     """Fill the scores; ``launch`` gets calls with keys, requests and an output that is not empty."""
     given, block_size = call.operands, call.block_size
@@ -101,9 +126,12 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> N
         lookup.precision(query=idx_q, index_key=formats.stored(idx_k, given.k_scale)),
         variant(given, block_size),
         (idx_q, idx_k),
-        lookup.broken_rules(op, num_index_heads=idx_q.shape[1]) + lookup.oversized_table(where, block_size),
+        lookup.broken_rules(op, num_index_heads=idx_q.shape[1])
+        + lookup.oversized_table(where, block_size)
+        + interleaved_keys(given),
         queries=idx_q.shape[0],
         heads=idx_q.shape[1],
+        unaligned=has_odd_scales(given),
     )
     kernel = lookup.find_kernel(facts, call.backend)
     score = out.transpose(0, 1) if call.token_major else out
@@ -119,7 +147,7 @@ def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, scor
     """The kernel of index_score."""
     idx_q, idx_k = given.idx_q, given.idx_k
     at = places.place(given.where, idx_q.shape[0], idx_k.shape[0], block_size, idx_q.device)
-    scales = applied_scales(idx_q, given.q_scale, given.k_scale, at.cu_seqlens_q)
+    scales = applied_scales(idx_q, idx_k, given.q_scale, given.k_scale, given.k_global_scale, at.cu_seqlens_q)
     kernel(
         idx_q,
         *scales.of_queries,
@@ -261,9 +289,10 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
         lookup.precision(query=idx_q, index_key=formats.stored(idx_k, given.k_scale)),
         dims,
         (idx_q, idx_k),
-        lookup.oversized_table(where, block_size),
+        lookup.oversized_table(where, block_size) + interleaved_keys(given),
         queries=idx_q.shape[0],
         heads=idx_q.shape[1],
+        unaligned=has_odd_scales(given),
     )
     kernel = lookup.find_kernel(facts, call.backend)
     if out.numel() == 0 or idx_k.numel() == 0 or where.num_requests == 0:

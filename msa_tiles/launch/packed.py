@@ -28,6 +28,14 @@ def of_groups(values: Tensor, scale: Tensor, global_scale: Tensor | None) -> tup
     return values, scale, outer.expand(values.shape[1])
 
 
+def of_index(keys: Tensor, scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Scales of groups [Tk, G] or [pages, page, G], and the global scale where the format has one: float32 [1]."""
+    if not _GLOBAL[scale.dtype]:
+        return (scale,)
+    outer = _one(keys) if global_scale is None else global_scale
+    return scale, outer[None]
+
+
 def is_odd(values: Tensor, scale: Tensor) -> bool:
     """Whether a token's scales do not lie together, or do not begin at a multiple of as many bytes.
 

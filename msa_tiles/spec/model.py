@@ -133,6 +133,11 @@ class Precision:
         return self.keys.scale
 
     @property
+    def decoded(self) -> bool:
+        """Whether keys are stored in another element than is multiplied."""
+        return self.keys.element != self.multiply
+
+    @property
     def roles(self) -> Mapping[str, Format]:
         """The formats by role."""
         found = {role: getattr(self, role) for role in ROLES}

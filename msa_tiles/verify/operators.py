@@ -78,10 +78,16 @@ class IndexScore:
         keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
         if strided:
             spoil(source, lengths, keys)
+        self.idx_k: Any
         self.where, (self.idx_k,) = placed(source, lengths, dims["pages_per_block"], dims["block_size"], strided, keys)
         if strided:
             self.idx_q = spread(self.idx_q)
-        scaled = case.precision.scale is not None
+        # As the reference takes them.
+        self.keys = self.idx_k.float()
+        if case.packed:
+            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided)
+            self.keys = self.idx_k.dequantize()
+        scaled = case.precision.scale is not None and not case.packed
         self.scales: dict[str, Any] = index_scales(source, dims, lengths, strided) if scaled else {}
         self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
         causal = case.workload.parameters.get("causal", True)
@@ -100,7 +106,7 @@ class IndexScore:
     def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
         wanted = reference.index_score(
             self.idx_q.float(),
-            self.idx_k.float(),
+            self.keys,
             num_blocks=self.shape[2],
             **self.where,
             **self.scales,

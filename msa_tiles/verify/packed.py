@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from msa_tiles.quant import QuantizedTensor, quantize_mxfp4, quantize_nvfp4, quantize_pages
+from msa_tiles.quant import QuantizedTensor, quantize_index_pages, quantize_mxfp4, quantize_nvfp4, quantize_pages
 
 
 def keys_of(
@@ -41,6 +41,16 @@ def keys_of(
     elif strided:
         v = v.with_layout("interleaved")
     return (k, v), stand_for
+
+
+def index_keys_of(format: str, keys: Tensor, strided: bool) -> QuantizedTensor:
+    """Index keys [total_k, D] or [pages, page, D] of a call; if `strided`, pages of nvfp4 lie as SGLang has them."""
+    if format == "mxfp4":
+        return quantize_mxfp4(keys)
+    outer = _global(keys)
+    if strided and keys.dim() == 3:
+        return quantize_index_pages(keys, global_scale=outer)[1]
+    return quantize_nvfp4(keys, outer)
 
 
 def _global(values: Tensor) -> Tensor:

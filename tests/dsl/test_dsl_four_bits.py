@@ -221,17 +221,26 @@ def left_side(registers: dict[int, Any], rows: int, depth: int, dtype: torch.dty
     return found
 
 
+def with_order(given: QuantizedTensor, number: int, side: Any) -> Tensor:
+    """The scales of a block, and behind those of values how far apart two tokens' are."""
+    scales = given.scale[number].contiguous().view(torch.uint8).flatten()
+    if side.name == "k":
+        return scales
+    order = torch.tensor([1 if given.layout == "interleaved" else side.groups, 0, 0, 0], dtype=torch.int32)
+    return torch.cat((scales, order.view(torch.uint8)))
+
+
 def taken(side: Any, module: types.ModuleType, given: QuantizedTensor, valid: int | None) -> dict[int, Any]:
     """The registers of all threads, once the second of two stages was taken; every warp hands it back once."""
     block, dim = side.block_size, side.head_dim
     raw = memory(torch.stack([swizzled(each) for each in given.data]), 8)
-    scales = memory(given.scale.contiguous().view(torch.uint8), 8)
-    order = memory(torch.tensor([1 if given.layout == "interleaved" else side.groups]), 32)
+    spare = 16 // side.groups if side.transposed else 0
+    scales = memory(torch.stack([with_order(given, number, side) for number in range(2)]), 8)
+    rows = block + spare
     freed: Any = []
     held = module.Held(
         lanes.Tensor(raw, 0, (2, block, dim // 2), (block * dim // 2, dim // 2, 1)),
-        lanes.Tensor(scales, 0, (side.groups, block, 2), (1, side.groups, side.groups * block)),
-        lanes.Tensor(order, 0, (1,), (1,)),
+        lanes.Tensor(scales, 0, (side.groups, rows, 2), (1, side.groups, side.groups * rows)),
         Pointer(freed, 0),
         Pointer(freed, 0),
     )
@@ -324,10 +333,7 @@ def test_a_block_on_the_right_side(
         lanes.Tensor(memory(swizzled(given.data[1]), 8), 0, (block, dim // 2), (dim // 2, 1)),
         None,
         Pointer(freed, 0),
-        lanes.Tensor(
-            memory(given.scale[1].contiguous().view(torch.uint8), 8), 0, (side.groups, block), (1, side.groups)
-        ),
-        [Int32(1 if layout == "interleaved" else side.groups)],
+        lanes.Tensor(memory(with_order(given, 1, side), 8), 0, (side.groups, block), (1, side.groups)),
     )
     lanes.launch(lambda: side.bring(held, Int32(0), Int32(0), Int32(0)), (), (1,), 32)
     assert freed == [0]

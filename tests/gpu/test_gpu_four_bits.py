@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.quant import GROUPS, QuantizedTensor, quantize_mxfp4, quantize_nvfp4, quantize_pages
+from msa_tiles.quant import (
+    GROUPS,
+    QuantizedTensor,
+    quantize_index_pages,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    quantize_pages,
+)
 from msa_tiles.runtime.registry import default_registry
 
 pytestmark = pytest.mark.gpu
@@ -175,3 +182,64 @@ def test_nothing_is_copied_and_a_graph_reads_new_bytes(op: str, dsl: str, name: 
     found = out.clone(), lse.clone()
     assert all(map(torch.equal, attend(), found))
     given.check(found)
+
+
+INDEXERS = {"q16k4": "nvfp4", "q16kmx4": "mxfp4"}
+each_indexer = pytest.mark.parametrize(
+    ("dsl", "name"),
+    sorted(
+        (cell.dsl, INDEXERS[cell.precision])
+        for cell in default_registry().of("decode_score")
+        if cell.target == "sm90" and cell.precision in INDEXERS
+    ),
+)
+
+
+def index_keys(given: Drawn, name: str, paged: bool, dim: int) -> tuple[Tensor, QuantizedTensor]:
+    """Queries of 4 index heads and keys where those of attention are; SGLang's pages of nvfp4."""
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    rows = (given.k.shape[0], given.k.shape[2]) if paged else given.k.shape[:1]
+    keys = torch.randn(*rows, dim, generator=generator, device=DEVICE)
+    idx_q = torch.randn(len(given.q), 4, dim, generator=generator, device=DEVICE).bfloat16()
+    if name == "mxfp4":
+        return idx_q, quantize_mxfp4(keys)
+    if paged:
+        return idx_q, quantize_index_pages(keys, global_scale=torch.tensor(0.02, device=DEVICE))[1]
+    return idx_q, quantize_nvfp4(keys)
+
+
+@each_indexer
+@pytest.mark.parametrize("layout", ["flat", "linear"])
+@pytest.mark.parametrize(("dim", "block"), [(128, 128), (64, 64)])
+def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layout: str, dim: int, block: int) -> None:
+    """Products of BF16 queries with codes times scales are exact in float32 but for the order of their sums."""
+    given = Drawn("sparse_decode", "nvfp4", layout, dim=dim, block=block)
+    idx_q, idx_k = index_keys(given, name, layout != "flat", dim)
+    found = ops.decode_score(idx_q, idx_k, backend=dsl, **given.where)
+    wanted = reference.index_score(idx_q.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    assert torch.equal(ops.decode_score(idx_q, idx_k, backend=dsl, **given.where), found)
+    # A group that is NaN takes its key out; a block of such keys has the score of none.
+    scale = idx_k.scale.view(torch.uint8)
+    places = given.where["page_table"][0, :2].long() if layout != "flat" else slice(0, block)
+    scale[places] = 0x7F if name == "nvfp4" else 0xFF
+    hidden = ops.decode_score(idx_q, idx_k, backend=dsl, **given.where)
+    first = given.request == 0
+    assert (hidden[:, first, 0] == -torch.inf).all() and torch.equal(hidden[:, ~first], found[:, ~first])
+
+
+@each_indexer
+@pytest.mark.parametrize("kv", ["nvfp4", "mxfp4"])
+def test_a_step_of_four_bits_throughout(dsl: str, name: str, kv: str) -> None:
+    given = Drawn("sparse_decode", kv, "interleaved")
+    idx_q, idx_k = index_keys(given, name, True, 128)
+    ids = torch.full((HEADS, len(given.q), TOPK), 99, dtype=torch.int32, device=DEVICE)
+    out, lse = ops.msa_decode(
+        given.q, given.k, given.v, idx_q, idx_k, TOPK, block_indices=ids, return_lse=True, backend=dsl, **given.where
+    )
+    given.ids = ids
+    given.check((out, lse))
+    scores = reference.index_score(idx_q.float(), idx_k.dequantize(), **given.where)
+    chosen = reference.topk_select(scores, TOPK, num_kv_heads=HEADS, **{
+        n: v for n, v in given.where.items() if n != "page_table"})  # fmt: skip
+    assert (ids == chosen).float().mean() > 0.99

@@ -21,7 +21,7 @@ from msa_tiles import ops, runtime
 from msa_tiles.call import backends
 from msa_tiles.call.where import Where
 from msa_tiles.launch import attention, lookup, places, windows, workspaces
-from msa_tiles.quant import FP8, quantize_mxfp4, quantize_nvfp4, vllm_pages
+from msa_tiles.quant import FP8, quantize_index_pages, quantize_mxfp4, quantize_nvfp4, vllm_pages
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.compiler import compile_variant
 from msa_tiles.runtime.dispatch import fit_variant
@@ -305,6 +305,27 @@ def test_attention_on_four_bits(
         _, k, v = vllm_pages(torch.zeros(6, 3, 4, 64, 72, dtype=torch.uint8)[:, 1], torch.tensor(0.5))
     getattr(ops, op)(q, k, v, ids, out=strided(130, 32, 128), **where)
     assert [name for name in launched if name == op] == [op] * 2
+
+
+@pytest.mark.parametrize("quantize", [quantize_nvfp4, quantize_mxfp4])
+@pytest.mark.parametrize(("place", "make"), PLACES)
+def test_scores_on_four_bits(
+    launched: list[str], place: Callable[..., dict], make: Callable[..., Tensor], quantize: Callable[..., Any]
+) -> None:
+    """Index keys of 4 bits under BF16 queries, in a step under keys and values of any format; also SGLang's pages."""
+    where, of_attention = place(make, None, 128), place(make, 2, 128)
+    idx_q, keys = make(130, 4, 128), where.pop("keys")
+    idx_k = quantize(keys)
+    ops.decode_score(idx_q, idx_k, **where)
+    if keys.dim() == 3 and quantize is quantize_nvfp4:
+        idx_k = quantize_index_pages(keys, global_scale=torch.tensor(0.5))[1]
+    ops.decode_score(idx_q, idx_k, layout="token_major", causal=False, **where)
+    k = of_attention["keys"]
+    for keys_of in (lambda: k, lambda: quantize(k)):
+        ops.msa_decode(make(130, 32, 128), keys_of(), keys_of(), idx_q, idx_k, 16, **where)
+    assert [name for name in launched if name != "combine"] == [
+        "decode_score", "decode_score", *["decode_score", "sparse_decode"] * 2
+    ]  # fmt: skip
 
 
 def test_sparse_decode_in_splits(launched: list[str]) -> None:

@@ -233,7 +233,7 @@ def scored(
         scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided)
     for scale in scales.values() if zeros else ():
         scale[::3] = 0.0
-    given = applied_scales(idx_q, scales.get("q_scale"), scales.get("k_scale"), at.cu_seqlens_q)
+    given = applied_scales(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"), None, at.cu_seqlens_q)
     tensors = (idx_q, *given.of_queries, idx_k, *given.of_keys, at.page_table, *at[:3], at.q_positions, out.view)
     scalars = (at.use_seqused, at.use_positions if causal else 0, *given.flags, int(causal), *further)
     call.run(op, variant, *tensors, *scalars, precision=precision)

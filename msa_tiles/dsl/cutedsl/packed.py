@@ -28,12 +28,14 @@ CODES = 2  # in a byte
 TOKENS = 4  # whose scales lie together
 SWIZZLES = {64: (2, 4, 3), 32: (1, 4, 3)}  # of rows of so many bytes
 LEAST_COPY = 4  # bytes that may be copied past registers
+ORDER_BYTES = 16  # behind the scales of a block of values
 
 
 @declares
 def buffers(name, head_dim, block_size, group, **stages):
-    """Rows of bytes, their scales, and of values the order of these."""
-    order = (buffer(f"{name}_order", "int32", numbers=1, note="bytes from a token's scale to the next one's"),)
+    """Rows of bytes and their scales. Behind those of values stands how far apart the scales of two tokens are."""
+    groups = head_dim // group
+    spare = ORDER_BYTES // groups if name == "v" else 0
     return (
         buffer(
             f"{name}_raw", "uint8", align=1024,
@@ -41,10 +43,9 @@ def buffers(name, head_dim, block_size, group, **stages):
             **stages, block_size=block_size, row_bytes=head_dim // 2,
         ),
         buffer(
-            f"{name}_scales", "uint8", align=128, note="in the order of global memory",
-            groups=head_dim // group, block_size=block_size, **stages,
+            f"{name}_scales", "uint8", align=128, note="in the order of global memory, told behind those of values",
+            groups=groups, tokens=block_size + spare, **stages,
         ),
-        *(order if name == "v" else ()),
     )  # fmt: skip
 
 
@@ -64,7 +65,10 @@ class Rows(Blocks):
         super().__init__(cutlass.Uint8, head_dim // CODES, block_size, pages_per_block)
 
     def described(self, keys):
-        modes = (2, 3, 1, 0) if self.pages_per_block else (0, 2, 1)
+        return self.described_by(keys, (2, 3, 1, 0) if self.pages_per_block else (0, 2, 1))
+
+    def described_by(self, keys, modes):
+        """Copy atom and coordinates of rows whose modes come in this order."""
         swizzle = cute.make_swizzle(*SWIZZLES[self.head_dim])
         plain = cute.make_ordered_layout((self.box_rows, self.head_dim), order=(1, 0))
         return cpasync.make_tiled_tma_atom(
@@ -113,6 +117,12 @@ class Storage:
 
     def atoms(self, stored):
         return (stored.atom,)
+
+    def order_in(self, scales):
+        """Where it is told how far apart the scales of two tokens are: 1 where they are interleaved."""
+        place = scales + self.groups * self.block_size
+        start = cute.make_ptr(Int32, place.toint(), place.memspace, assumed_align=4)
+        return cute.make_tensor(start, cute.make_layout(1))
 
     @cute.jit
     def order(self, stored: Stored):

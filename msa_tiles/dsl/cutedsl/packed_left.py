@@ -38,7 +38,6 @@ class Held(NamedTuple):
 
     raw: Any
     scales: Any
-    order: Any  # of values: how far apart the scales of two tokens are, 1 where they are interleaved
     full: Any
     free: Any
 
@@ -63,21 +62,21 @@ class Left(packed.Storage):
     def held(self, buffers, barriers):
         full, free = (barriers + self.table.place(f"{self.name}_{kind}") for kind in ("full", "free"))
         raw, scales = (buffers[f"{self.name}_{kind}"] for kind in ("raw", "scales"))
-        return Held(raw, scales, buffers.get(f"{self.name}_order"), full, free)
+        return Held(raw, scales, full, free)
 
     @cute.jit
     def load(self, stored: Stored, row: Int32, pages, head: Int32, held: Held, stage: Int32, phase: Int32):
         """The block of one head that begins at a row of flat keys, or that has these pages. A whole warp calls it."""
         cute.arch.mbarrier_wait(held.free + stage, phase)
         full = held.full + stage
+        scales = held.scales[None, None, stage].iterator
         with cute.arch.elect_one():
             if cutlass.const_expr(self.transposed):
-                # The same for every block; the arrival makes it known.
-                held.order[0] = self.order(stored)
+                self.order_in(scales)[0] = self.order(stored)
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.table.bytes_of(self.name))
         boxes = self.blocks.boxes_of(held.raw, self.stages)[None, None, None, None, stage]
         self.blocks.copy(stored.atom, stored.rows, row, pages, head, boxes, full)
-        self.load_scales(stored, row, pages, head, held.scales[None, None, stage].iterator)
+        self.load_scales(stored, row, pages, head, scales)
         if cutlass.const_expr(self.groups < LEAST_COPY):
             cute.arch.mbarrier_arrive(full)
         else:
@@ -131,7 +130,7 @@ class Left(packed.Storage):
         scales = held.scales[None, None, stage].iterator
         registers = cute.recast_tensor(operand, Int32)
         if cutlass.const_expr(self.transposed):
-            order = held.order[0]
+            order = self.order_in(scales)[0]
             if valid < self.block_size:
                 self.clear(scales, order, valid, thread)
             self.take_values(registers, raw, scales, order, member, lane)

@@ -49,7 +49,6 @@ class HeldRight(NamedTuple):
     raw_full: Any
     raw_free: Any
     scales: Any
-    order: Any  # of values: how far apart the scales of two tokens are, 1 where they are interleaved
 
 
 class Right(packed.Storage):
@@ -68,7 +67,7 @@ class Right(packed.Storage):
             barriers + self.table.place(f"{self.name}_{kind}") for kind in ("full", "free", "raw_full", "raw_free")
         )
         tile, raw, scales = (buffers[f"{self.name}_{kind}"] for kind in ("tiles", "raw", "scales"))
-        return HeldRight(tile, full, free, raw, raw_full, raw_free, scales, buffers.get(f"{self.name}_order"))
+        return HeldRight(tile, full, free, raw, raw_full, raw_free, scales)
 
     @cute.jit
     def load(self, stored: Stored, row: Int32, pages, head: Int32, held: HeldRight, parity: Int32, inspected: Int32):
@@ -76,8 +75,7 @@ class Right(packed.Storage):
         cute.arch.mbarrier_wait(held.raw_free, parity ^ 1)
         with cute.arch.elect_one():
             if cutlass.const_expr(self.name == "v"):
-                # The same for every block; the arrival makes it known.
-                held.order[0] = self.order(stored)
+                self.order_in(held.scales.iterator)[0] = self.order(stored)
             cute.arch.mbarrier_arrive_and_expect_tx(held.raw_full, self.table.bytes_of(f"{self.name}_raw"))
         self.blocks.copy(stored.atom, stored.rows, row, pages, head, self.blocks.boxes(held.raw), held.raw_full)
         self.load_scales(stored, row, pages, head, held.scales.iterator)
@@ -103,8 +101,8 @@ class Right(packed.Storage):
         cute.arch.mbarrier_wait(held.free, parity ^ 1)
         order = Int32(self.groups)
         if cutlass.const_expr(self.name == "v"):
-            order = held.order[0]
-        self.decode_rows(held.raw.iterator, held.tile.iterator, held.scales.iterator, order)
+            order = self.order_in(held.scales.iterator)[0]
+        self.decode_rows(held.raw.iterator, held.tile.iterator, held.scales.iterator, order, Int32(0), 1)
         cute.arch.fence_view_async_shared()
         arrive(held.raw_free)
         return phase
@@ -115,8 +113,11 @@ class Right(packed.Storage):
         arrive(held.full)
 
     @cute.jit
-    def decode_rows(self, raw: cute.Pointer, tile: cute.Pointer, scales: cute.Pointer, order: Int32):
-        """Rows of bytes, swizzled as byte_of says -> a tile of 16 bits in panels of 64 columns.
+    def decode_rows(
+        self, raw: cute.Pointer, tile: cute.Pointer, scales: cute.Pointer, order: Int32, member: Int32,
+        members: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Rows of bytes, swizzled as byte_of says -> a tile of 16 bits in panels of 64 columns, by `members` warps.
 
         A lane takes the eight codes of a word at a time, of the same columns in all rows.
         """
@@ -125,9 +126,9 @@ class Right(packed.Storage):
         abreast = WARP // per_row  # rows
         unit = lane % per_row
         of_lane = scales + self.scale_of(Int32(0), unit * UNIT // self.group, order)
-        for quad in cutlass.range(0, self.block_size, REPEAT, unroll=1):
+        for eight in cutlass.range(member, self.block_size // REPEAT, members, unroll=1):
             for step in cutlass.range_constexpr(REPEAT // abreast):
-                row = quad + abreast * step + lane // per_row
+                row = REPEAT * eight + abreast * step + lane // per_row
                 [word] = words_at(raw + byte_of(row, unit * 4 // CHUNK, self.head_dim // CODES) + unit * 4 % CHUNK, 1)
                 factor = self.factor(byte_at(of_lane + self.scale_of(row, 0, order)))
                 panel = unit // UNIT * self.block_size + row

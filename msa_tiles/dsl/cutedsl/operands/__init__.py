@@ -58,12 +58,14 @@ here has the group, the scales, and what a code becomes.
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries
   parts(name, head_dim, block_size, stages, *, producer, freed, **scales) -> Parts
-                            `freed` says who arrives when a stage has been read
+                            `freed` says who arrives when a stage has been read; what is stored in another element
+                            than is multiplied is made by a role of the kernel's named decoder
   IndexKeys(name, table, head_dim, block_size, pages_per_block, **scales)
     element, scaled         of queries too: its type, and whether they and the keys have scales
     key_scales              whether every key has one of its own, which lies in the stage until a product is reduced
     arguments, stored, atoms, layouts, held   as above
     pages, load             the producer warp finds the pages of a block, and loads it
+    decode_blocks(held, count, member, members)   one of the decoding warps, where there are some
     factors(held, stage)    column j of a product with the stage's `tiles` is multiplied by number j of these, or None
     row_factor(stored, scales, token, head)   what all products of a query are multiplied by, or None; `scales` are the
                             module's `Scales`, or None

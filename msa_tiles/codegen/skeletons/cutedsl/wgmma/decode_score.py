@@ -51,9 +51,13 @@ def decode_score(
     total_q, max_blocks] float32 with any strides on heads and tokens. Written are the blocks that hold keys of the
     query's request: the largest product of the block's visible keys, -inf for a block without one. The columns behind
     them, and the rows of no request, are left as they are.
-    # % if precision.scale
+    # % if "key_scales" in plan.variants
     Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups, and are decoded. Products are multiplied by q_scale [total_q,
+    num_index_heads], where it is to be used, and by the first element of the keys' global scale, if they have one.
     # % endif
 
     Returns the entry point and stand-ins for its arguments.
@@ -78,7 +82,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
                 "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores",
             ),
             Role("producer", 1, "streams the index keys, one block a stage; its lanes look up the pages of 32 blocks"),
-            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups"),
+            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups"),  # % if not precision.decoded
+            Role("decoder", WARPS - 1, "makes tiles of the bytes that come"),  # % if precision.decoded
         ),
         pipelines=keys.pipelines,
         buffers=(
@@ -202,6 +207,11 @@ class DecodeScore:
         elif warp < producer:
             run = self.find_run(lengths)
             self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
+        # % if precision.decoded
+        else:
+            decoders = self.cta.first_warp("decoder")
+            self.keys.decode_blocks(held, self.find_run(lengths)[0], warp - decoders, WARPS - 1)
+        # % endif
 
     @cute.jit
     def measure(self, lengths: Lengths, request: Int32):
