@@ -19,7 +19,7 @@ from msa_tiles.bench.timing import Clock, CudaClock
 from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
 
-PEERS = ("vllm", "fa4", "cudnn", "torch", "dense_bytes", "flash_msa", "flashinfer", "bf16")
+PEERS = ("vllm", "fa4", "cudnn", "torch", "dense_bytes", "flash_msa", "flashinfer", "bf16", "by_name", "without")
 """Every peer that some operator has."""
 
 

@@ -179,6 +179,20 @@ def test_a_graph_shares_nothing_with_what_ran_before(tables, monkeypatch):
     assert len(tables) == 2
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_batch_of_nobody(kind):
+    """As a rank without work has it."""
+    draw = drawn("nobody")
+    batch = Batch(draw, HEADS[8], [1, 1], [300, 128], 37)
+    arguments = (prefill_of if kind == "prefill" else decode_of)(draw, batch, Parameters(4, 0, 1))
+    for name in ("q", "idx_q", "slot_ids", "seq_lens", "prefix_lens"):
+        if name in arguments:
+            arguments[name] = arguments[name][:0]
+    if kind == "prefill":
+        arguments["cu_seqlens"] = arguments["cu_seqlens"][:1]
+    assert getattr(hooks, kind)(never, **arguments)[1].shape == (0, 8, DIM)
+
+
 LEFT = {
     "sink": torch.zeros(8, DIM),
     "idx_sink": torch.zeros(1, DIM),

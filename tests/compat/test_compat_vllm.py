@@ -153,6 +153,21 @@ def test_rows_behind_the_last_request_are_defined():
     attended(batch, out[:3], ids[:, :3])
 
 
+def test_a_batch_of_nobody():
+    """No requests and no queries, as a rank without work has them."""
+    batch = Batch(drawn("nobody"), HEADS[8], [1], [300], 37)
+    nobody, q, idx_q, table = batch.seq_lens[:0], batch.q[:0], batch.idx_q[:0], batch.table[:0]
+    where, out = (batch.cu_seqlens_q[:1], nobody, nobody, 0), torch.empty_like(q)
+    score = vllm.minimax_m3_index_score(idx_q, batch.index_cache, table, *where, 300, 1)
+    assert score.shape == (1, 0, 16)
+    ids = vllm.minimax_m3_index_topk(score, where[0], nobody, 0, 4, 0, 1)
+    assert ids.shape == vllm.minimax_m3_index_decode(
+        idx_q, batch.index_cache, table, nobody, 300, 4, 0, 1, 1, 1, 1
+    ).shape == (1, 0, 4)  # fmt: skip
+    vllm.minimax_m3_sparse_attn(q, batch.cache, ids, table, *where, 1, SCALE, out)
+    vllm.minimax_m3_sparse_attn_decode(q, batch.cache, ids, table, nobody, 1, SCALE, out, 1)
+
+
 def test_signatures_are_those_of_vllm():
     """Names and order, as calls of vLLM's layers pass them by position and by name."""
     names = {

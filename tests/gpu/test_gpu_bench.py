@@ -39,8 +39,8 @@ def test_a_case_becomes_rows(op: str, case: str, launched: set[str], tmp_path: P
         assert set(row["baselines"]) == {"combine": {"torch"}, "msa_decode": {"dense_bytes"}}.get(op, set())
 
 
-@pytest.mark.parametrize("op", ["decode_score", "decode_topk", "sparse_decode"])
-def test_steps_of_decode(op: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["decode_score", "decode_topk", "sparse_decode", "server_prefill", "server_decode"])
+def test_steps_of_a_layer(op: str, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     case = BENCHMARKS[op].labels[0]
     assert main(["bench", op, "--cases", case, "--seconds", "0.02", "--out", str(out)]) == 0
