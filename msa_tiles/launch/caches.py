@@ -2,17 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from msa_tiles.call import formats
-from msa_tiles.call.caches import IndexRows, Rows
+from msa_tiles.call import backends, formats
+from msa_tiles.call.caches import Cache, IndexRows, Rows
 from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup
+from msa_tiles.quant import FP8
 from msa_tiles.runtime import CallFacts
 
 # Kernels count slots, and rows of tokens and heads, in int32; the last thread block's rows go past the last row.
 MOST_SLOTS, MOST_ROWS = 1 << 31, 1 << 30
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel ready to write rows of certain shapes into caches as their caller has them.
+
+    ``slots_alone`` says that these are pools, ``computed`` that their scales are written, ``index`` that rows have no
+    heads.
+    """
+
+    kernel: Any
+    slots_alone: bool
+    computed: bool
+    index: bool
+
+    def __call__(
+        self, rows: Sequence[Tensor], caches: Sequence[Any], slot_mapping: Tensor, scales: Sequence[Any]
+    ) -> None:
+        held = [self._paged(cache, -2) for cache in caches]
+        written = [self._paged(scale, -1) if self.computed else None for scale in scales]
+        given = [None if self.computed else scale for scale in scales]
+        if self.index:
+            self.kernel(*index_arguments(IndexRows(rows[0], slot_mapping, given[0], ""), held[0], written[0]))
+        else:
+            self.kernel(*kv_arguments(Rows(rows[0], rows[1], slot_mapping, given[0], given[1], ""), *held, *written))
+
+    def written(self, caches: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
+        """What of a call's tensors was written."""
+        return (*caches, *scales) if self.computed else tuple(caches)
+
+    def _paged(self, value: Any, dim: int) -> Any:
+        if value is None:
+            return None
+        if value.dtype == torch.uint8:
+            value = value.view(FP8)
+        return value.unsqueeze(dim) if self.slots_alone else value
+
+
+def prepare_kv(call: Rows, keys: Cache, values: Cache, slots_alone: bool) -> Launch | None:
+    """What runs the kernel of a call; None on the reference, and where there is nothing to do."""
+    if backends.runs_reference(call.backend, call.device) or not (call.k.numel() and keys.data.numel()):
+        return None
+    tensors = call.k, call.v, keys.data, values.data
+    stored = formats.stored(keys.data, keys.written)
+    facts = _facts("append_kv", call.k, tensors, keys.data, keys.written, key_value=stored)
+    return Launch(lookup.find_kernel(facts, call.backend), slots_alone, keys.written is not None, False)
+
+
+def prepare_index(call: IndexRows, held: Cache, slots_alone: bool) -> Launch | None:
+    """The same for index keys."""
+    if backends.runs_reference(call.backend, call.device) or not (call.idx_k.numel() and held.data.numel()):
+        return None
+    idx_k, cache = call.idx_k[:, None], held.data[:, None]
+    facts = _facts(
+        "append_index", idx_k, (idx_k, cache), cache, held.written, index_key=formats.stored(cache, held.written)
+    )
+    return Launch(lookup.find_kernel(facts, call.backend), slots_alone, held.written is not None, True)
 
 
 def run_kv(

@@ -8,7 +8,7 @@ from msa_tiles import reference
 from msa_tiles.call import caches as calls
 from msa_tiles.call.caches import IndexRows
 from msa_tiles.launch import caches
-from msa_tiles.library import registration
+from msa_tiles.library import registration, remember
 from msa_tiles.quant import QuantizedTensor
 
 
@@ -28,8 +28,16 @@ def append_index(
     float32 [pages, page] (of a pool [slots]; any strides), which is computed and written beside the key. 4-bit caches
     as there.
     """
+    known = remember.signature((idx_k, cache, slot_mapping, scale), (format, backend))
+    launch = _SEEN.get(known)
+    if launch is not None:
+        launch((idx_k,), (cache,), slot_mapping, (scale,))
+        registration.written(launch.written((cache,), (scale,)))
+        return
     call, held = calls.append_index(idx_k, cache, slot_mapping, format=format, scale=scale, backend=backend)
     _OPERATOR.mutating(call, held.data, held.written)
+    if known is not None and isinstance(cache, Tensor):
+        _SEEN.keep(known, caches.prepare_index(call, held, cache.dim() == idx_k.dim()))
 
 
 def _by_reference(call: IndexRows, cache: Tensor, scales: Tensor | None = None) -> None:
@@ -37,6 +45,7 @@ def _by_reference(call: IndexRows, cache: Tensor, scales: Tensor | None = None) 
     reference.append_index(call.idx_k, cache, call.slot_mapping, scale=call.scale, scales=scales)
 
 
+_SEEN: remember.Remembered[caches.Launch] = remember.Remembered()
 _OPERATOR: registration.Operator[IndexRows] = registration.define_in_place(
     "append_index",
     IndexRows,

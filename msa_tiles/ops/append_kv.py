@@ -8,7 +8,7 @@ from msa_tiles import reference
 from msa_tiles.call import caches as calls
 from msa_tiles.call.caches import Rows
 from msa_tiles.launch import caches
-from msa_tiles.library import registration
+from msa_tiles.library import registration, remember
 from msa_tiles.quant import QuantizedTensor
 
 
@@ -45,10 +45,19 @@ def append_kv(
     Nothing is allocated and nothing synchronises; a captured graph serves other rows and slots at the same addresses.
     No gradient passes.
     """
+    tensors, scales = (k, v, k_cache, v_cache, slot_mapping), (k_scale, v_scale)
+    known = remember.signature((*tensors, *scales), (format, backend))
+    launch = _SEEN.get(known)
+    if launch is not None:
+        launch((k, v), tensors[2:4], slot_mapping, scales)
+        registration.written(launch.written(tensors[2:4], scales))
+        return
     call, keys, values = calls.append_kv(
         k, v, k_cache, v_cache, slot_mapping, format=format, k_scale=k_scale, v_scale=v_scale, backend=backend
     )
     _OPERATOR.mutating(call, keys.data, values.data, keys.written, values.written)
+    if known is not None and isinstance(k_cache, Tensor):
+        _SEEN.keep(known, caches.prepare_kv(call, keys, values, k_cache.dim() == k.dim()))
 
 
 def _by_reference(
@@ -68,6 +77,7 @@ def _by_reference(
     )
 
 
+_SEEN: remember.Remembered[caches.Launch] = remember.Remembered()
 _OPERATOR: registration.Operator[Rows] = registration.define_in_place(
     "append_kv",
     Rows,

@@ -315,7 +315,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_what_the_kernels_get(launched: list[Any]) -> None:
     arguments = fp8(v_scale=torch.tensor([0.5, 2.0]))
     ops.append_kv(**arguments)
-    facts, (k, _, slots, k_cache, k_scale, v_cache, v_scale) = launched
+    facts, (k, _, slots, k_cache, k_scale, v_cache, v_scale), _ = launched
     assert (facts.op, facts.precision) == ("append_kv", "q16kv8") and not facts.refusals
     assert dict(facts.variant) == {"head_dim": 64, "float32_rows": 0, "token_scales": 0}
     assert k is arguments["k"] and slots.dtype == torch.int32 and slots.shape == (6, 2)
@@ -333,13 +333,51 @@ def test_what_the_kernel_of_index_keys_gets(launched: list[Any]) -> None:
     ):
         launched.clear()
         ops.append_index(rows(0, torch.float32)[:, 0], cache, SLOTS.int(), scale=scale)
-        facts, (idx_k, slots, stored, given, use_scale) = launched
+        facts, (idx_k, slots, stored, given, use_scale), *_ = launched
         assert dict(facts.variant) == {"head_dim": 64, "float32_rows": 1, "token_scales": token_scales}
         assert facts.precision == "q8k8" and idx_k.shape == (6, 1, 64) and slots.shape == (6, 1)
         assert stored.shape == (32, 1, 1, 64) and tuple(given.shape) == wanted and use_scale == used
     launched.clear()
     ops.append_index(rows()[:0, 0], cache, SLOTS[:0])
     assert len(launched) == 1  # nothing to do, though a kernel must be there
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bytes", "given", "computed"])
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_call_that_was_seen_launches_the_same(kind: str, pool: bool, launched: list[Any]) -> None:
+    """Twice the same kernel with the same arguments, the second time past validation and dispatch."""
+    shape = (32, 2) if pool else (4, 2, 8)
+    dtype = {"bf16": BF16, "bytes": torch.uint8}.get(kind, FP8)
+    caches = [torch.zeros(*shape, 64).to(dtype) for _ in range(2)]
+    options: dict[str, Any] = {"format": "e4m3"} if kind == "bytes" else {}
+    if kind != "bf16":
+        scales = [torch.zeros(shape) if kind == "computed" else torch.tensor([0.5, 2.0]) for _ in range(2)]
+        options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    index = {"scale": options["k_scale"][:, 0]} if kind == "computed" else {}
+    k, v = rows(), rows(1)
+    for call in (
+        lambda: ops.append_kv(k, v, *caches, SLOTS, **options),
+        lambda: ops.append_index(
+            k[:, 0], caches[0][:, 0], SLOTS, **index, **{k: v for k, v in options.items() if k == "format"}
+        ),
+    ):
+        launched.clear()
+        version = caches[0]._version
+        call()
+        first = list(launched)
+        launched.clear()
+        call()
+        facts, arguments = first[0], next(each for each in first if isinstance(each, tuple))
+        assert launched == [again for again in launched if isinstance(again, tuple)] and len(launched) == 1
+        assert facts.op in ("append_kv", "append_index") and caches[0]._version > version + 1
+        for one, other in zip(arguments, launched[0], strict=True):
+            if isinstance(one, Tensor):
+                assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+                assert one.data_ptr() == other.data_ptr()
+            else:
+                assert one == other
+    with pytest.raises(ValueError, match="k_scale"):
+        ops.append_kv(rows(), rows(1), *caches, SLOTS, **options | {"k_scale": torch.ones(7)})
 
 
 def test_what_no_kernel_counts(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> None:
