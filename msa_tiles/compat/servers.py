@@ -10,8 +10,8 @@ from torch import Tensor
 from msa_tiles import ops
 
 BOUND = 64 * 128
-"""A bound on lengths is rounded up to so many tokens: lengths grow by one a step, and an operator knows a call again
-whose bound is that of the one before."""
+"""A decode step's bound on lengths is rounded up to so many tokens: lengths grow by one a step, and an operator knows a
+call again whose bound is that of the one before."""
 
 _SIZES: dict[tuple[Any, ...], int] = {}
 _MOST_SIZES = 1024

@@ -75,7 +75,7 @@ def _around(
 
 
 def _prefill(call: Prefill, original: Callable[..., Any]) -> Any:
-    most = servers.rounded(call.max_seqlen_k, call.req_to_token.shape[1])
+    most = min(call.max_seqlen_k, call.req_to_token.shape[1])
 
     def make() -> Where:
         positions = servers.positions(call.cu_seqlens, call.prefix_lens.to(torch.int32), call.q.shape[0])

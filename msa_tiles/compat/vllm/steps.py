@@ -145,5 +145,5 @@ def _where_prefill(prefill: Any) -> dict[str, Any]:
         "page_table": prefill.block_table,
         "seqused_k": prefill.seq_lens,
         "max_seqlen_q": prefill.max_query_len,
-        "max_seqlen_k": servers.rounded(prefill.max_seq_len, prefill.block_table.shape[1] * PAGE),
+        "max_seqlen_k": min(prefill.max_seq_len, prefill.block_table.shape[1] * PAGE),
     }
