@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from msa_tiles.runtime import CompileError, NoKernelError, ToolchainError
 
 _SAID: set[tuple[str, str]] = set()
+_KINDS: dict[Hashable, Kinds] = {}
 
 
 def once(log: logging.Logger, level: int, text: str) -> None:
@@ -46,3 +47,11 @@ class Kinds:
             self._refused.add(kind)
             once(self._log, logging.WARNING, f"msa_tiles leaves {kind} of {self._what} to the server: {error}")
             raise Untaken(kind) from error
+
+
+def kinds_of(log: logging.Logger, what: str, *alike: Hashable) -> Kinds:
+    """The same for all layers that are alike: a kernel that does not compile is not tried again in each of them."""
+    key = (log.name, what, *alike)
+    if key not in _KINDS:
+        _KINDS[key] = Kinds(log, what)
+    return _KINDS[key]

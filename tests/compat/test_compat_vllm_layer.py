@@ -45,8 +45,9 @@ def state():
 
 @pytest.fixture
 def model(state, monkeypatch):
-    """Our module, in a process that has logged nothing yet."""
+    """Our module, in a process that has logged and refused nothing yet."""
     monkeypatch.setattr(notes, "_SAID", set())
+    monkeypatch.setattr(notes, "_KINDS", {})
     monkeypatch.setattr(state, "cuda", True)
     return importlib.import_module("msa_tiles.compat.vllm.model")
 
@@ -284,6 +285,9 @@ def test_what_no_kernel_serves_is_vllms(state, model, originals, monkeypatch, ca
     for _ in range(2):
         check(layer, layer.forward(padded))
     assert tried == {operator: 1} and originals == REFUSALS[step, operator]
+    alike = Layer(state, batch, given, drafts=drafts)
+    check(alike, alike.forward(padded))
+    assert tried == {operator: 1}, "once for all layers that are alike"
     text = "no kernel serves this call"
     assert [record.levelname for record in caplog.records if text in record.getMessage()] == ["WARNING"]
 

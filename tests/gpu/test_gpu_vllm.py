@@ -241,6 +241,7 @@ STEPS = {
 def state(monkeypatch):
     source = source_of("vllm", "MSA_TILES_VLLM_FILES")
     monkeypatch.setattr(notes, "_SAID", set())
+    monkeypatch.setattr(notes, "_KINDS", {})
     with vllm_files(source) as found:
         importlib.import_module("msa_tiles.compat.vllm.model")
         yield found

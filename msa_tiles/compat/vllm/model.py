@@ -44,7 +44,8 @@ class IndexerImpl(vllm_indexer.MiniMaxM3IndexerTritonImpl):
         super().__init__(**named)
         self.layer_name: str = named["prefix"]
         self.by = steps.Selecting(self.topk_blocks, self.init_blocks, self.local_blocks)
-        self.kinds = notes.Kinds(log, "MiniMax M3's indexer")
+        alike = self.index_cache.dtype, self.num_index_heads, self.by
+        self.kinds = notes.kinds_of(log, "MiniMax M3's indexer", *alike)
         self.deferred: steps.Deferred | None = None
         # Kept beside it, to select by vLLM's operators after all.
         self.index_query: Tensor | None = None
@@ -129,7 +130,8 @@ class SparseImpl(vllm_attention.MiniMaxM3SparseTritonImpl):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.kinds = notes.Kinds(log, "MiniMax M3's attention")
+        alike = self.kv_cache_dtype, self.num_heads, self.num_kv_heads, self.topk_blocks
+        self.kinds = notes.kinds_of(log, "MiniMax M3's attention", *alike)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         warm.ahead(log, warm.attention(self.use_fp8_kv, self.num_heads // self.num_kv_heads))
 
