@@ -147,5 +147,8 @@ def standing_in(
         sys.meta_path.remove(finder)
         for name in [*sys.modules]:
             if name.partition(".")[0] in packages or leaving(name):
+                parent, _, last = name.rpartition(".")
+                # `from parent import last` would find it there.
+                vars(sys.modules.get(parent, sys.modules[name])).pop(last, None)
                 del sys.modules[name]
         sys.modules.update(before)

@@ -45,11 +45,12 @@ def state():
 
 @pytest.fixture
 def model(state, monkeypatch):
-    """Our module, in a process that has logged and refused nothing yet."""
+    """Our layers, in a process that has logged and refused nothing yet."""
     monkeypatch.setattr(notes, "_SAID", set())
     monkeypatch.setattr(notes, "_KINDS", {})
     monkeypatch.setattr(state, "cuda", True)
-    return importlib.import_module("msa_tiles.compat.vllm.model")
+    importlib.import_module("msa_tiles.compat.vllm.model")
+    return importlib.import_module("msa_tiles.compat.vllm.layers")
 
 
 @pytest.fixture
@@ -129,8 +130,9 @@ def test_our_classes_are_chosen(state, model, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and all("msa_tiles serves MiniMax M3's" in text for text in said)
     models = importlib.import_module("vllm.models.minimax_m3")
-    assert set(models.__all__) == set(model.__all__)
-    assert all(getattr(model, name) is getattr(models, name) for name in model.__all__)
+    ours = importlib.import_module("msa_tiles.compat.vllm.model")
+    assert set(models.__all__) == set(ours.__all__)
+    assert all(getattr(ours, name) is getattr(models, name) for name in ours.__all__)
 
 
 def test_vllms_registry_finds_our_module(state, model, monkeypatch):
@@ -144,7 +146,7 @@ def test_vllms_registry_finds_our_module(state, model, monkeypatch):
     models = importlib.import_module("vllm.models.minimax_m3")
     for name in plugins.VLLM_MODELS:
         entry = registry.models[name]
-        assert (entry.module_name, entry.class_name) == (model.__name__, name)
+        assert (entry.module_name, entry.class_name) == ("msa_tiles.compat.vllm.model", name)
         assert entry.load_model_cls() is getattr(models, name)
 
 

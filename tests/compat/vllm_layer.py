@@ -38,6 +38,7 @@ REAL = (
     "vllm.v1.kv_cache_layout",
     "vllm.v1.kv_cache_spec_registry",
 )
+OURS = ("msa_tiles.compat.vllm.model", "msa_tiles.compat.vllm.layers")
 LAYER = "model.layers.3.self_attn"
 MOST_TOKENS = 512
 
@@ -154,7 +155,7 @@ def vllm_files(source: Source) -> Iterator[State]:
     """vLLM's files, importable until the end of the block, and our model module with them."""
     state = State()
     finder = Finder(source, "vllm", REAL, hollow=("transformers", "regex", "flashinfer", "cloudpickle"))
-    with standing_in(finder, names(state), leaving=lambda name: name == "msa_tiles.compat.vllm.model"):
+    with standing_in(finder, names(state), leaving=OURS.__contains__):
         yield state
 
 

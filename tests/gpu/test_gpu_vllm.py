@@ -254,7 +254,7 @@ def layer_of(state, step: str, dtype: torch.dtype, reason: str | None = None) ->
     queries = [queries for queries, _ in requests] + [requests[0][0]] * padded
     lengths = [queries + prefix for queries, prefix in requests] + [0] * padded
     batch = Batch(draw, HEADS[4], queries, lengths, 65, dtype=dtype, index_dtype=dtype, device=DEVICE)
-    with unittest.mock.patch("msa_tiles.compat.vllm.model.why_not", lambda: reason):
+    with unittest.mock.patch("msa_tiles.compat.vllm.layers.why_not", lambda: reason):
         return Layer(state, batch, Parameters(4, 1, 2), drafts=drafts)
 
 
@@ -263,7 +263,7 @@ def layer_of(state, step: str, dtype: torch.dtype, reason: str | None = None) ->
 def test_a_layer_is_right_and_like_vllms(state, step, dtype):
     padded = STEPS[step][2]
     ours = layer_of(state, step, dtype)
-    assert type(ours.layer.impl).__module__ == "msa_tiles.compat.vllm.model"
+    assert type(ours.layer.impl).__module__ == "msa_tiles.compat.vllm.layers"
     ours.forward(padded)
     hidden = ours.prepare(padded)
     output = torch.full_like(ours.batch.q, torch.nan)

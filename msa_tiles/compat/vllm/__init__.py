@@ -1,6 +1,7 @@
 """vLLM 0.33's MiniMax-M3 operators over `msa_tiles.ops`: the same names, signatures and results in place.
 
-`msa_tiles.compat.vllm.model` is what the plugin serves to vLLM; it needs vLLM, the functions here do not.
+`msa_tiles.compat.vllm.model` is what the plugin serves to vLLM, `layers` what it changes in it; they need vLLM, the
+functions here do not.
 """
 
 from msa_tiles.compat.vllm.operators import (
