@@ -1,6 +1,7 @@
 """`inherits: NAME`: what a file does not say itself, the file of that name says for it.
 
-A key that the heir has replaces the whole key of its parent, but for an operator's `kernels`, whose rows are joined.
+A key that the heir has replaces the whole key of its parent, but for an operator's `kernels`, whose rows are joined,
+and its `tolerance`, whose precisions are: the parent's rows need theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from msa_tiles.spec.source import Node
 
 KEY = "inherits"
+JOINED = "tolerance"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,11 @@ class Heir(Node):
 
     def entries(self) -> dict[str, Node]:
         inherited = {key: node for key, node in self.parent.entries().items() if key != KEY}
-        return inherited | super().entries()
+        own = super().entries()
+        if JOINED in own and JOINED in inherited:
+            given = own[JOINED]
+            own[JOINED] = Heir(given.yaml, given.where, given.name, inherited[JOINED])
+        return inherited | own
 
 
 def resolved(layers: Iterable[Iterable[Node]]) -> dict[str, Node]:

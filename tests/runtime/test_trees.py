@@ -172,16 +172,15 @@ def test_explain_and_support_say_where_a_kernel_comes_from(
     assert f"  {CELL} (of the tree {tree}, in place of the one beneath): serves it" in out
     assert f"Runs {CELL}, from {tree}/generated/cutedsl/sm90/sparse_decode_bf16.py" in out
     assert cli.main(["support", "--op", "sparse_decode", "--json", "--tree", str(tree)]) == 0
-    rows = {(row["dsl"], row["precision"]): row["tree"] for row in json.loads(capsys.readouterr().out)}
-    assert rows.pop(("cutedsl", "bf16")) == str(tree) and set(rows.values()) == {None}
+    rows = {(row["dsl"], row["target"], row["precision"]): row["tree"] for row in json.loads(capsys.readouterr().out)}
+    assert rows.pop(("cutedsl", "sm90", "bf16")) == str(tree)
+    assert all((whence is None) == (target == "sm90") for (_, target, _), whence in rows.items())
     assert cli.main(["support", "--op", "sparse_decode", "--tree", str(tree)]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
-        "from",
-        "shipped",
-        "shipped",
-        str(tree),
-        "shipped",
-    ]
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.endswith(" from") and len(lines) == len(rows) + 1
+    own = [line for line in lines if line.endswith(str(tree))]
+    assert [line.split()[1:4] for line in own if " sm90 " in line] == [["cutedsl", "sm90", "bf16"]]
+    assert all(line.endswith("shipped") for line in lines if line not in own)
     assert cli.main(["explain", "sparse_decode", "--device", "sm90"]) == 0
     assert str(tree) not in capsys.readouterr().out
 
@@ -442,8 +441,6 @@ precisions:
 OWN_ROW = """op: sparse_decode
 inherits: sparse_decode
 tolerance:
-  bf16: {out: 0.03, lse: 0.005}
-  q16kv8: {out: 0.03, lse: 0.005}
   q16own: {out: 0.03, lse: 0.005}
 kernels:
   - {dsl: cutedsl, precisions: [q16own], mma: wgmma, copy: [tma_load], tile: {stages: 3}, expect: [SYNCS, LDSM]}
