@@ -18,6 +18,7 @@ ROLES = ("query", "key_value", "index_key")  # what a precision names a format f
 _SCALE = ".scale"  # of tensors that only calls have whose format of that role has scales
 EACH_TOKEN = "token_head"  # the granularity of scales that differ from one key of a head to the next
 STRIDES = ("any", "unit_last", "contiguous")
+STORAGE_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8, "float8_e8m0fnu": 8, "uint8": 8, "int8": 8}
 Point = Mapping[str, int]  # one value for each compile-time dim
 
 
@@ -100,6 +101,13 @@ class Format:
     scale: Scale | None
     operand: str  # the device module that loads it, where a row names no other
     where: Location = field(compare=False)
+
+    @property
+    def bits_with_scales(self) -> float:
+        """Those of an element, with its share of its group's scale where there are groups. Other scales are few."""
+        if self.scale is None or not self.scale.group:
+            return self.bits
+        return self.bits + STORAGE_BITS[self.scale.dtype] / self.scale.group
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msa_tiles.names import unknown
 from msa_tiles.spec.mistakes import Mistakes
-from msa_tiles.spec.model import EACH_TOKEN, ROLES, Format, Precision, Scale
+from msa_tiles.spec.model import EACH_TOKEN, ROLES, STORAGE_BITS, Format, Precision, Scale
 from msa_tiles.spec.source import Fields, Node
 
-STORAGE_BITS = {"bfloat16": 16, "float32": 32, "float8_e4m3fn": 8, "float8_e8m0fnu": 8, "uint8": 8, "int8": 8}
 SCALE_GRANULARITIES = ("tensor", "head", EACH_TOKEN, "group")
 
 

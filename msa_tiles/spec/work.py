@@ -31,21 +31,22 @@ def dims_of(operator: Operator, workload: Workload, point: Point) -> dict[str, i
     return dims
 
 
-def quantities_of(operator: Operator, workload: Workload, precision: Precision, point: Point) -> dict[str, int]:
+def quantities_of(operator: Operator, workload: Workload, precision: Precision, point: Point) -> dict[str, float]:
     """Dims, and sums over all queries: visible keys, blocks with a visible key, blocks a query may select.
 
     A query at position p of its request sees p + 1 keys, or every key of the request when the call is not causal.
     """
-    known: dict[str, int] = dims_of(operator, workload, point)
+    dims = dims_of(operator, workload, point)
+    known: dict[str, float] = {**dims}
     causal = workload.parameters.get("causal", True)
     firsts = [(len_k - len_q + 1 if causal else len_k, len_q) for len_q, len_k in workload.sequences]
     known["visible_keys"] = sum(_sum_of_visible(first, len_q, causal) for first, len_q in firsts)
-    if (block_size := known.get("block_size")) is not None:
+    if (block_size := dims.get("block_size")) is not None:
         runs = [run for first, len_q in firsts for run in _visible_block_counts(first, len_q, causal, block_size)]
         known["visible_blocks"] = sum(blocks * queries for blocks, queries in runs)
-        if (topk := known.get("topk")) is not None:
+        if (topk := dims.get("topk")) is not None:
             known["selected_blocks"] = sum(min(blocks, topk) * queries for blocks, queries in runs)
-    known["element_bits"] = precision.keys.bits
+    known["element_bits"] = precision.keys.bits_with_scales
     known["query_bits"] = precision.query.bits
     known["output_bits"] = _BITS[precision.output]
     return known

@@ -70,3 +70,14 @@ def test_an_unknown_peak_leaves_the_bandwidth() -> None:
     device = SPECS.targets["sm90"].devices["NVIDIA H200"]
     arguments = (operator, operator.bench[0], BF16, operator.m3, device)
     assert 0 < floor_ms(*arguments, "int32") < floor_ms(*arguments, "bfloat16")
+
+
+def test_groups_have_a_share_in_the_bytes_of_an_element() -> None:
+    """Of nvfp4 8 bits for 16 elements, of mxfp4 for 32; other scales do not count."""
+    operator = SPECS.operators["sparse_decode"]
+    workload = operator.verify[0]
+    found = {
+        name: quantities_of(operator, workload, SPECS.precisions[name], operator.m3)["element_bits"]
+        for name in ("bf16", "q16kv8", "q16kv4", "q16kvmx4")
+    }
+    assert found == {"bf16": 16, "q16kv8": 8, "q16kv4": 4.5, "q16kvmx4": 4.25}
