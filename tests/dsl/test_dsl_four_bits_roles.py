@@ -1,0 +1,131 @@
+"""The roles of sparse_decode on keys and values of 4 bits at their barriers, as in test_dsl_decode_pipelines."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_dsl_decode_pipelines import BLOCKS, DIMS, HELPERS, LANES, LIMIT, Blocks, Decode, Stages, names_of
+from warpgroups import Chip
+from warps import Anything, Deadlock, Pointer, changed, load
+
+from msa_tiles.dsl.table import Table, lane, threads, warps
+from msa_tiles.paths import generated_dir
+from msa_tiles.tables import table_of
+
+KERNEL = generated_dir() / "cutedsl/sm90/sparse_decode_q16kv4.py"
+
+
+class Ring(Stages):
+    """Stages whose number may be the first index, with others behind it, or the last one."""
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        return super().__getitem__((index[0] if index[-1] is None else index[-1], None))
+
+
+class Packed(Decode):
+    """A CTA whose consumers note the blocks that they decode."""
+
+    def __init__(self, table: Table, seed: int) -> None:
+        Chip.__init__(self, 1, 5, LANES, seed)
+        self.read, self.table = defaultdict(list), table
+        names, chip = names_of(self, self.note), self
+
+        class Storage:
+            """What both sides of 4-bit formats share, over stand-ins for what lies in memory."""
+
+            groups = 4
+
+            def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
+                self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
+                self.blocks, self.element = Blocks(chip), 2
+
+            def order_in(self, _scales: Any) -> dict[int, int]:
+                return {0: 4}
+
+            def order(self, _stored: Any) -> int:
+                return 4
+
+            def load_scales(self, *_what: Any) -> None:
+                """Their arrival is what counts."""
+
+            def fold(self, value: Any, _stored: Any, _head: Any) -> Any:
+                return value
+
+        parts = types.SimpleNamespace(Storage=Storage)
+        side = load(HELPERS / "packed_left.py", **names, packed=parts, CODES=2, LEAST_COPY=4, Stored=None)
+        helpers = load(HELPERS / "shared.py", **names)
+        module = load(KERNEL, **names, key_value=None, make_barriers=None, make_buffers=None)
+        self.kernel = object.__new__(module["SparseDecode"])
+        self.kernel.__dict__.update(
+            cta=table, columns=8, scored_blocks=0, pages_per_block=0, block_size=DIMS["block_size"], head_dim=0,
+            softmax=lambda *_what: self.kernel.meet(), emit=lambda *_what: None,
+        )  # fmt: skip
+        self.sides, self.stages = {}, {}
+        for name in "kv":
+            left = side["Left"](name, table, 64, 64, 0, readers="consumer", transposed=name == "v")
+            left.prepare = lambda *_what: None
+            left.clear = lambda *_what: self.barrier(1, 4 * LANES)
+            left.take_keys = left.take_values = lambda _registers, raw, *_what: (
+                self.lane == 0 and self.note(raw, self.warp)
+            )
+            self.sides[name], self.stages[name] = left, Ring(table.depth(name))
+        self.kernel.keys, self.kernel.values = self.sides["k"], self.sides["v"]
+        self.module, self.make_barriers = module, helpers["make_barriers"]
+
+    def go(self) -> None:
+        memory = types.SimpleNamespace(allocate_array=lambda _element, _count: Pointer("barriers"))
+        barriers = self.make_barriers(self.table, memory, ())
+        held = [
+            side.held({f"{name}_raw": self.stages[name], f"{name}_scales": self.stages[name]}, barriers)
+            for name, side in self.sides.items()
+        ]
+        q_full = barriers + self.table.place("q_full")
+        nothing = types.SimpleNamespace(iterator=None, layout=None)
+        shared = self.module["Shared"](Anything(), *held, nothing, None, None, None, q_full)
+        ids = BLOCKS[self.lane] if self.lane < len(BLOCKS) else -1
+        share = self.module["Share"](0, 0, 0, len(BLOCKS), len(BLOCKS), None, ids, 0, LIMIT)
+        if self.warp < 4:
+            self.kernel.consume(None, None, shared, share, 1.0, self.warp, None, None)
+            return
+        if self.elected():
+            self.mbarrier_arrive_and_expect_tx(q_full, self.table.bytes_of("q"))
+            self.later(object(), lambda: self.barriers[q_full.place].receive(1024))
+        stored = types.SimpleNamespace(atom=64 * 32, rows=None, scales=None)
+        self.kernel.produce(stored, stored, None, [0], shared, share)
+
+
+def check(seed: int, change: Callable[[Table], Table] = lambda table: table) -> None:
+    table_of_variant = table_of(KERNEL.read_text())
+    assert table_of_variant is not None
+    chip = Packed(change(table_of_variant(**DIMS)), seed)
+    chip.run(chip.go)
+    seen = [block for block in BLOCKS if 0 <= block <= LIMIT // 64]
+    assert chip.read == {(warp, name): seen for warp in range(4) for name in "kv"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.drawn(2)
+def test_every_consumer_reads_every_block_in_turn(seed: int) -> None:
+    check(seed)
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one arrival too many": ("k", {"free": (warps("consumer"), lane("producer"))}),
+    "one arrival too few": ("v", {"free": (lane("consumer"),)}),
+    "nobody waits for scales": ("k", {"full": (lane("producer"),)}),
+    "copies of more lanes": ("v", {"full": (lane("producer"), threads("consumer"))}),
+    "too few bytes": ("v", {"bytes": 64}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.drawn(3)
+def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
+    pipeline, changes = FAULTS[fault]
+    with pytest.raises((Deadlock, AssertionError)):
+        for seed in range(3):
+            check(seed, lambda table: changed(table, pipeline, **changes))
