@@ -28,6 +28,7 @@ def holds(value, wanted) -> bool:
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["functional", "mutating"])
 @pytest.mark.parametrize("op", TENSOR)
+@pytest.mark.drawn(4)
 def test_few_frames_lie_between_an_operator_and_its_kernel(op, buffers, monkeypatch):
     arguments = call(op, torch.bfloat16)
     tensor = arguments[TENSOR[op]]

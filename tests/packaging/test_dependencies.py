@@ -127,6 +127,7 @@ def without_dsls(*commands: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(code, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_what_needs_no_dsl_works_without_one(tmp_path: Path) -> None:
     done = without_dsls(["support", "--op", "combine"], ["generate", "--check"], ["generate", "--out", str(tmp_path)])
     assert done.stdout.count("exit 0") == 3

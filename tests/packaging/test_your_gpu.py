@@ -28,6 +28,7 @@ def test_the_page_is_read() -> None:
     assert not pages.same("a\n", "a\nb\n") and not pages.same("a …\n", "b c\n")
 
 
+@pytest.mark.slow
 def test_what_it_says_without_compiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
