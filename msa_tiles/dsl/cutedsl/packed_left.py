@@ -162,6 +162,7 @@ class Left(packed.Storage):
             chunk = 2 * m + member // 2
             of_group = (COLUMNS * chunk + 4 * (lane // 4)) // self.group
             of_lane = scales + self.scale_of(2 * (lane % 4), of_group, order)
+            cute.arch.sync_warp()  # or the scales of all rows come before the first is needed, and registers end
             for step in cutlass.range_constexpr(self.depth // WARP):
                 four = self.matrices(raw, WARP * step + lane, chunk, True)
                 for number in cutlass.range_constexpr(4):
