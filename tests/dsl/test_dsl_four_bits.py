@@ -13,6 +13,7 @@ import lanes
 import pytest
 import torch
 from lanes import Int32, Pointer, SharedMemory
+from test_dsl_e4m3 import halves, ldmatrix, prmt, word
 from torch import Tensor
 
 from msa_tiles.quant import GROUPS, QuantizedTensor, rounding
@@ -59,19 +60,6 @@ class Words(View):
         return Int32(super().__getitem__(place))
 
 
-def prmt(low: int, high: int, selector: int) -> Int32:
-    data = [int(word) >> 8 * i & 255 for word in (low, high) for i in range(4)]
-    return Int32(sum(data[int(selector) >> 4 * i & 7] << 8 * i for i in range(4)))
-
-
-def halves(word: int, dtype: torch.dtype) -> Tensor:
-    return torch.tensor([int(Int32(word))], dtype=torch.int32).view(dtype)
-
-
-def word(values: Tensor) -> Int32:
-    return Int32(values.view(torch.int32).item())
-
-
 def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
     for kind, dtype in (("f16x2", torch.float16), ("bf16x2", torch.bfloat16)):
         if f"mul.rn.{kind} " in text:
@@ -82,17 +70,6 @@ def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
         return word(decoded[:2]), word(decoded[2:])
     assert "cvt.f32.f16" in text and "mul.f32" in text and "cvt.rn.bf16x2.f32 {$w0}, second, first" in text
     return word((halves(read_only_args[0], torch.float16).float() * read_only_args[1]).to(torch.bfloat16))
-
-
-def ldmatrix(transposed: bool, source: Any, target: Any) -> None:
-    """Four 8x8 matrices of 16 bits: lane 8 i + r brings row r of matrix i."""
-    here = lanes._HERE.thread
-    rows = here.meet("ldmatrix", [source[i] for i in range(8)])
-    for i in range(4):
-        matrix, line, pair = rows[8 * i : 8 * i + 8], here.lane // 4, 2 * (here.lane % 4)
-        places = [(pair, line), (pair + 1, line)] if transposed else [(line, pair), (line, pair + 1)]
-        first, second = (matrix[row][column] for row, column in places)
-        target[i] = Int32(int(first) | int(second) << 16)
 
 
 @pytest.fixture
