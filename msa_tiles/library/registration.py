@@ -150,28 +150,26 @@ def define(
     layout = Layout(kind)
     write = _writer(reference, kernels, len(outputs), scratch)
 
-    def fake(*arguments: Any) -> Any:
-        results = allocate(layout.unflatten(arguments))
-        return results if len(results) > 1 else results[0]
-
-    def compute(*arguments: Any) -> Any:
-        call = layout.unflatten(arguments)
-        results = allocate(call)
-        write(call, *results)
-        return results if len(results) > 1 else results[0]
-
-    returns = ", ".join(["Tensor"] * len(outputs))
-    functional = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
-    )
-    functional.register_fake(fake)
-
     written_to = [f"Tensor({chr(ord('a') + index)}!) {output}" for index, output in enumerate(outputs)]
     if scratch is not None:
         written_to.append(f"Tensor(z!)? {scratch}")
     buffers = (*outputs, scratch) if scratch is not None else tuple(outputs)
     mutating = _mutating(f"{name}_out", layout, buffers, written_to, write)
-    return Operator(f"{NAMESPACE}::{name}", layout, allocate, write, buffers, functional, mutating)
+    operator = Operator(f"{NAMESPACE}::{name}", layout, allocate, write, buffers, None, mutating)
+
+    def fake(*arguments: Any) -> Any:
+        results = allocate(layout.unflatten(arguments))
+        return results if len(results) > 1 else results[0]
+
+    def compute(*arguments: Any) -> Any:
+        return operator.compute(layout.unflatten(arguments))
+
+    returns = ", ".join(["Tensor"] * len(outputs))
+    operator.registered_functional = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
+    )
+    operator.registered_functional.register_fake(fake)
+    return operator
 
 
 def define_in_place(
