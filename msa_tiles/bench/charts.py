@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from msa_tiles.spec.work import Work
 GROUND, INK, FAINT, GRID = "#ffffff", "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN = "#0969da", "#bc4c00", "#1a7f37"
 DSL_STYLES = {"tilelang": ("TileLang", BLUE, "o"), "cutedsl": ("CuTe DSL", ORANGE, "D")}
-GROUPS = {"bf16": "BF16", "fp8": "FP8"}
+GROUPS = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4", "fp4": "FP4"}
+ROOFLINES = {"": ("bf16", "fp8"), "_4bit": ("nvfp4", "fp4")}
+"""Groups that share a roofline: the names of more would not fit beside its points."""
 ELEMENTS = {"bfloat16": "BF16", "float8_e4m3fn": "FP8", "float32": "FP32"}
 
 DENSE = {"prefill": ("fa4", "cudnn"), "msa_decode": ("fa4", "dense_bytes")}
@@ -83,11 +85,12 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
                 note = _note(card, used, current, GROUPS[group])
                 written += _save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
         device = cases.device_of(card)
-        points = roofline_points(latest)
-        if device is not None and points:
-            used = [point.row for point in points]
-            note = _note(card, used, current)
-            written += _save(_roofline_figure(points, device, note), directory / f"roofline{suffix}")
+        for tail, groups in ROOFLINES.items():
+            points = roofline_points(latest, groups)
+            if device is not None and points:
+                used = [point.row for point in points]
+                note = _note(card, used, current)
+                written += _save(_roofline_figure(points, device, note), directory / f"roofline{tail}{suffix}")
     return written
 
 
@@ -106,11 +109,11 @@ Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
 
 
 def speed_ups(latest: Mapping[rows.Key, Row], op: str, group: str, current: frozenset[str]) -> Lines:
-    """The lines of an operator in a group's precision, of our faster DSL in each case."""
+    """The lines of an operator in the first precision of a group, of our faster DSL in each case."""
     found: dict[tuple[str, str], list[SpeedUp]] = {}
+    precision = next(name for name in BENCHMARKS[op].precisions if group_of(name) == group)
     for label in BENCHMARKS[op].labels:
-        timed = [name for name in BENCHMARKS[op].precisions if group_of(name) == group]
-        mine = [latest[key] for name in timed for dsl in DSLS if (key := (op, label, name, dsl)) in latest]
+        mine = [latest[key] for dsl in DSLS if (key := (op, label, precision, dsl)) in latest]
         if not mine:
             continue
         row = min(rows.fresh(mine, current), key=lambda row: row["ms"])
@@ -162,13 +165,14 @@ class RooflinePoint:
         return self.work.floor_ms(device) / self.row["ms"]
 
 
-def roofline_points(latest: Mapping[rows.Key, Row]) -> list[RooflinePoint]:
-    """A point for each operator that is one kernel's work and does arithmetic, by DSL and precision."""
+def roofline_points(latest: Mapping[rows.Key, Row], groups: Collection[str]) -> list[RooflinePoint]:
+    """A point for each operator that is one kernel's work and does arithmetic, by DSL and group of precisions."""
     points = []
     for op, benchmark in BENCHMARKS.items():
         if op not in benchmark.parts:
             continue  # a call of another operator, in another way
-        for precision in benchmark.precisions:
+        firsts = {group_of(name): name for name in reversed(benchmark.precisions)}
+        for precision in (firsts[group] for group in groups if group in firsts):
             label = next((label for label in SHOWN if any((op, label, precision, dsl) in latest for dsl in DSLS)), None)
             if label is None:
                 continue

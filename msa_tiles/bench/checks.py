@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msa_tiles import reference
 from msa_tiles.bench.cases import Case
-from msa_tiles.bench.inputs import Attention, Indexer, sample_rows
+from msa_tiles.bench.inputs import Attention, Indexer, is_e4m3, sample_rows, wide
 
 ROWS = 48
 ATTENTION_ROWS = 16
@@ -26,7 +26,9 @@ FP8_SCORE_LIMIT = 2e-3
 def reference_scores(case: Case, inputs: Indexer, rows: Tensor) -> Tensor:
     """float32 `[Hi, N, blocks]`; -inf where a row sees nothing of a block."""
     positions = (rows + case.first_position).int()
-    return reference.index_score(inputs.idx_q[rows], inputs.idx_k, block_size=case["block_size"], q_positions=positions)
+    return reference.index_score(
+        inputs.idx_q[rows], wide(inputs.idx_k), block_size=case["block_size"], q_positions=positions
+    )
 
 
 def scores(case: Case, inputs: Indexer, found: Tensor) -> str | None:
@@ -42,7 +44,7 @@ def scores(case: Case, inputs: Indexer, found: Tensor) -> str | None:
 
 def score_limit(inputs: Indexer) -> float:
     """Largest error of a score relative to the largest score."""
-    return FP8_SCORE_LIMIT if inputs.idx_q.dtype.itemsize == 1 else SCORE_LIMIT
+    return FP8_SCORE_LIMIT if is_e4m3(inputs.idx_k) else SCORE_LIMIT
 
 
 def ids_by_score(
@@ -89,8 +91,8 @@ def attended(case: Case, inputs: Attention, out: Tensor) -> str | None:
     rows = sample_rows(case.num_q, ATTENTION_ROWS, out.device)
     wanted, _ = reference.sparse_attention(
         inputs.q[rows].float(),
-        inputs.k,
-        inputs.v,
+        wide(inputs.k),
+        wide(inputs.v),
         inputs.block_indices[:, rows],
         **_where(case, rows),
     )
@@ -116,7 +118,7 @@ def attention_gradients(
     """`found`: dq of sampled rows, dk and dv of one block, against the reference in float32."""
     rows, keys = gradient_rows(case, inputs.block_indices)
     where = _where(case, rows)
-    q, k, v = inputs.q[rows].float(), inputs.k.float(), inputs.v.float()
+    q, k, v = inputs.q[rows].float(), wide(inputs.k).float(), wide(inputs.v).float()
     ids = inputs.block_indices[:, rows]
     lse = reference.sparse_attention(q, k, v, ids, **where)[1]
     wanted = reference.sparse_attention_backward(dout[rows].float(), q, k, v, out[rows].float(), lse, ids, **where)
@@ -130,10 +132,12 @@ def index_gradients(case: Case, index: Indexer, main: Attention, found: tuple[Te
         return f"the loss is {found[0].item()}"
     rows, keys = gradient_rows(case, main.block_indices)
     where = _where(case, rows)
-    q, k = main.q[rows].float(), main.k.float()
+    q, k = main.q[rows].float(), wide(main.k).float()
     ids = main.block_indices[:, rows]
     lse = reference.sparse_attention(q, k, k, ids, **where)[1]
-    _, d_idx_q, d_idx_k = reference.index_kl(q, k, lse, index.idx_q[rows].float(), index.idx_k.float(), ids, **where)
+    _, d_idx_q, d_idx_k = reference.index_kl(
+        q, k, lse, index.idx_q[rows].float(), wide(index.idx_k).float(), ids, **where
+    )
     if d_idx_q is None or d_idx_k is None:
         raise RuntimeError("the reference gave no gradients")
     share = len(rows) * index.idx_q.shape[1]
@@ -150,8 +154,8 @@ def mostly_trained(case: Case, topk: int, inputs: Any, found: tuple[Tensor, Tens
     index, main, dout = inputs.index, inputs.main, inputs.dout
     rows = sample_rows(case.num_q, ROWS, main.q.device)
     where = _where(case, rows)
-    q, k, v = main.q[rows].float(), main.k.float(), main.v.float()
-    ids = reference.select_blocks(index.idx_q[rows].float(), index.idx_k.float(), topk, local_blocks=1, **where)
+    q, k, v = main.q[rows].float(), wide(main.k).float(), wide(main.v).float()
+    ids = reference.select_blocks(index.idx_q[rows].float(), wide(index.idx_k).float(), topk, local_blocks=1, **where)
     out, lse = reference.sparse_attention(q, k, v, ids, **where)
     dq, _, _ = reference.sparse_attention_backward(dout[rows].float(), q, k, v, out, lse, ids, **where)
     for name, got, want in zip(("outputs", "dq"), found, (out, dq), strict=True):
@@ -182,12 +186,13 @@ def dense(case: Case, inputs: Attention, out: Tensor) -> str | None:
     rows = sample_rows(case.num_q, DENSE_ROWS, out.device)
     group = case["num_q_heads"] // case["num_kv_heads"]
     wanted = torch.empty(len(rows), *out.shape[1:], device=out.device)
+    k, v = wide(inputs.k), wide(inputs.v)
     for i, row in enumerate(rows.tolist()):
         end = case.first_position + row + 1
         for h in range(case["num_kv_heads"]):
             heads = slice(h * group, (h + 1) * group)
-            logits = inputs.q[row, heads].float() @ inputs.k[:end, h].float().T * out.shape[-1] ** -0.5
-            wanted[i, heads] = logits.softmax(-1) @ inputs.v[:end, h].float()
+            logits = inputs.q[row, heads].float() @ k[:end, h].float().T * out.shape[-1] ** -0.5
+            wanted[i, heads] = logits.softmax(-1) @ v[:end, h].float()
     return close(out[rows], wanted)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msa_tiles.bench import rows
-from msa_tiles.bench.precisions import ATTENTION, BF16, BOTH, INDEXER
+from msa_tiles.bench.precisions import ATTENTION, BF16, BOTH, INDEXER, SERVED
 from msa_tiles.bench.rows import Key, Row
 from msa_tiles.spec.model import DSLS
 
@@ -36,10 +36,11 @@ class Gate:
 
 _VLLM = ("vllm",)
 _FLASHINFER = ("flashinfer",)
-_OWN_BF16 = ("bf16",)
+_OWN_BF16, _OWN_FP8, _OWN_FP8_INDEX = ("bf16",), ("fp8",), ("fp8_index",)
 _DENSE = ("fa4",)
 _DENSE_DECODE = ("fa4", "dense_bytes")
 _Q8K8, _Q16KV8, _FP8 = INDEXER[1], ATTENTION[1], BOTH[1]
+_Q16KV4, _NVFP4_INDEX = ATTENTION[2], BOTH[2]
 
 GATES = (
     Gate("select_blocks", "prefill_32k_u", _VLLM, 2.0, 2.3),
@@ -67,6 +68,7 @@ GATES = (
         for gate in (
             Gate("sparse_attention", case, _FLASHINFER, ratio, ratio, _Q16KV8),
             Gate("sparse_attention", case, _OWN_BF16, 0.95, 1.15, _Q16KV8),
+            Gate("sparse_attention", case, _OWN_FP8, 0.91, 1.0, _Q16KV4),
         )
     ),
     Gate("prefill", "prefill_4k_u", _DENSE, None, 1.0),
@@ -81,22 +83,24 @@ GATES = (
     Gate("msa_decode", "decode_128k_b1", _VLLM, 1.5, 1.8, _FP8),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 7.7, 8.3),
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 15.3, 15.7, _FP8),
+    Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 24, 26.5, _NVFP4_INDEX),
+    Gate("msa_decode", "decode_128k_b32", _OWN_FP8_INDEX, 1.4, 1.6, _NVFP4_INDEX),
+    *(Gate("sparse_decode", case, _OWN_FP8, 1.0, 1.0, _Q16KV4) for case in ("decode_128k_b32", "decode_1m_b8")),
     *(
         Gate("server_prefill", case, _VLLM, 2.3, 2.8, precision)
         for case in ("prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u")
-        for precision in BOTH
+        for precision in SERVED
     ),
     *(
         Gate("server_decode", case, _VLLM, 1.0, 1.1, precision)
         for case in ("decode_8k_b8", "decode_8k_b64", "decode_128k_b1", "decode_128k_b32", "decode_1m_b8")
-        for precision in BOTH
+        for precision in SERVED
     ),
     Gate("msa_attention", "train_32k", ("flash_msa",), 8.0, 15.0),
     Gate("msa_attention", "train_128k", ("flash_msa",), 8.0, 15.0),
 )
 
 LATER = {
-    "decode 1M b8 on an index of four bits": "formats of four bits have no kernels yet",
     "decode of drafts, 4 queries each": "blocks that drafts share are read once for each yet",
     "first call with a pack": "there are no packs yet",
     "host time of an eager call, memory of a prompt of 1M tokens": "neither is a time of a case",

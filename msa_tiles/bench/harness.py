@@ -76,7 +76,7 @@ class Benchmark:
     """An operator to time: its cases by name, and how one becomes a Bench: `prepare(case, device, precision)`.
 
     `work(label, precision)` is what its kernels have to do at least, one after the other; `parts` are the operators
-    that need kernels in the precision of the case.
+    that need kernels in the precision of the case. Precisions `on_request` are timed where they are named.
     """
 
     op: str
@@ -86,6 +86,7 @@ class Benchmark:
     work: Callable[[str, str], Sequence[Work]]
     parts: tuple[str, ...]
     precisions: tuple[str, ...] = ("bf16",)
+    on_request: tuple[str, ...] = ()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.bench import precisions
 from msa_tiles.bench.cases import Case
+from msa_tiles.bench.precisions import BF16
 from msa_tiles.bench.selections import GENERATORS
+from msa_tiles.quant import FP8, QuantizedTensor, quantize_mxfp4, quantize_nvfp4
+
+Stored = Tensor | QuantizedTensor
+"""BF16, e4m3 without scales, or a format of 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Indexer:
     """`idx_q [T, Hi, Di]` and `idx_k [Tk, Di]`."""
 
     idx_q: Tensor
-    idx_k: Tensor
+    idx_k: Stored
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class Attention:
     """`q [T, Hq, D]`, `k v [Tk, Hkv, D]` and `block_indices [Hkv, T, k]`; of quantised k and v the scales, all 1."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Stored
+    v: Stored
     block_indices: Tensor
 
     @functools.cached_property
@@ -36,12 +43,38 @@ class Attention:
         return unit_scales(self.k)
 
 
-def unit_scales(keys: Tensor) -> dict[str, Tensor]:
-    """The scales that a call of attention gets beside quantised keys: of 1, as peers take them that know none."""
-    if keys.dtype.itemsize > 1:
+def unit_scales(keys: Stored) -> dict[str, Tensor]:
+    """The scales that a call of attention gets beside e4m3 keys: of 1, as peers take them that know none."""
+    if not isinstance(keys, Tensor) or keys.dtype.itemsize > 1:
         return {}
     one = torch.ones((), device=keys.device)
     return {"k_scale": one, "v_scale": one}
+
+
+def in_format(values: Tensor, form: str) -> Stored:
+    """Values in a format of the specs: e4m3 without scales, NVFP4 with a global scale of 1."""
+    if form == "nvfp4":
+        return quantize_nvfp4(values, 1.0)
+    if form == "mxfp4":
+        return quantize_mxfp4(values)
+    return values.to({"bf16": torch.bfloat16, "e4m3": FP8}[form])
+
+
+def wide(stored: Stored) -> Tensor:
+    """The values in bfloat16, which holds all of them: an element of 4 bits times its scale has six bits at most."""
+    return stored.to(torch.bfloat16) if isinstance(stored, Tensor) else stored.dequantize(torch.bfloat16)
+
+
+def pages_of(pool: Stored, pages: Tensor) -> Stored:
+    """Some pages of a pool."""
+    if isinstance(pool, Tensor):
+        return pool[pages]
+    scale = pool.scale.view(torch.uint8)[pages].view(pool.scale.dtype)
+    return dataclasses.replace(pool, data=pool.data[pages], scale=scale)
+
+
+def is_e4m3(stored: Stored) -> bool:
+    return isinstance(stored, Tensor) and stored.dtype == FP8
 
 
 def normal(seed: int, device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,11 +83,17 @@ def normal(seed: int, device: torch.device, *shape: int, dtype: torch.dtype = to
     return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
 
-def indexer(
-    case: Case, heads: int, dim: int, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16
-) -> Indexer:
+def indexer(case: Case, heads: int, dim: int, device: torch.device, seed: int, precision: str = BF16) -> Indexer:
+    """Queries and keys in the formats of a precision."""
     idx_q, idx_k = normal(2 * seed, device, case.num_q, heads, dim), normal(2 * seed + 1, device, case.num_k, dim)
-    return Indexer(idx_q.to(dtype), idx_k.to(dtype))
+    query, key = (precisions.stored(precision, role) for role in ("index_query", "index_key"))
+    return Indexer(idx_q.to(getattr(torch, query.storage)), in_format(idx_k, key.name))
+
+
+def indexer_bytes(case: Case, heads: int, dim: int, precision: str) -> int:
+    """Bytes of all queries and keys, scales of groups included."""
+    query, key = (precisions.stored(precision, role).bits_with_scales for role in ("index_query", "index_key"))
+    return int(dim * (query * case.num_q * heads + key * case.num_k)) // 8
 
 
 def selection(case: Case, num_kv_heads: int, topk: int, block_size: int, device: torch.device) -> Tensor:
@@ -69,16 +108,20 @@ def attention(
     device: torch.device,
     seed: int,
     with_selection: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
+    precision: str = BF16,
 ) -> Attention:
-    """q in bfloat16, k and v in `dtype`, and the case's selection; an empty one (k = 0) where the indexer makes it."""
+    """q in bfloat16, k and v in the format of a precision, and the case's selection.
+
+    That is an empty one (k = 0) where the indexer makes it.
+    """
     dim, heads, topk = case["head_dim"], case["num_kv_heads"], case["topk"]
     if with_selection:
         torch.manual_seed(seed)
         ids = selection(case, heads, topk, case["block_size"], device)
     else:
         ids = torch.empty((heads, case.num_q, 0), dtype=torch.int32, device=device)
-    k, v = (normal(3 * seed + part, device, case.num_k, heads, dim).to(dtype) for part in (1, 2))
+    form = precisions.stored(precision, "key_value").name
+    k, v = (in_format(normal(3 * seed + part, device, case.num_k, heads, dim), form) for part in (1, 2))
     return Attention(normal(3 * seed, device, case.num_q, case["num_q_heads"], dim), k, v, ids)
 
 

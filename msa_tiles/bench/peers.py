@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.bench import checks
+from msa_tiles.bench import checks, precisions
 from msa_tiles.bench.cases import Case
 from msa_tiles.bench.harness import Contender, Skipped
-from msa_tiles.bench.inputs import Attention, Indexer
+from msa_tiles.bench.inputs import Attention, Indexer, Stored, wide
 from msa_tiles.bench.timing import Call
 
 VLLM_MODULES = ("vllm.models.minimax_m3.common.ops", "minimax_m3_ops")
@@ -72,15 +72,24 @@ class OneRequest:
         return OneRequest(table, ints(0, case.num_q), ints(case.num_k), ints(case.first_position))
 
 
-def paged(tensor: Tensor) -> Tensor:
-    """`[pages, 128, …]` of `[Tk, …]`, the last page padded with zeros."""
+def takes(precision: str, role: str, peer: Contender | Skipped) -> Contender | Skipped:
+    """The peer, unless it does not know the 4 bits that tensors of a role have."""
+    form = precisions.stored(precision, role)
+    if form.bits >= 8 or isinstance(peer, Skipped):
+        return peer
+    return Skipped(peer.name, f"it takes no keys of {form.name}")
+
+
+def paged(tensor: Stored) -> Tensor:
+    """`[pages, 128, …]` of `[Tk, …]`, the last page padded with zeros; formats of 4 bits widened."""
+    tensor = tensor if isinstance(tensor, Tensor) else wide(tensor)
     missing = -tensor.shape[0] % VLLM_PAGE
     if missing:
         tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
     return tensor.unflatten(0, (-1, VLLM_PAGE))
 
 
-def interleaved_cache(k: Tensor, v: Tensor) -> Tensor:
+def interleaved_cache(k: Stored, v: Stored) -> Tensor:
     """vLLM's main cache `[pages, Hkv, 128, 2 * D]`, K then V, of `k v [Tk, Hkv, D]`."""
     return torch.cat([paged(k), paged(v)], dim=-1).transpose(1, 2).contiguous()
 
@@ -231,8 +240,8 @@ def _vllm_attend(
 
 
 def in_bfloat16(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for kernels that take one dtype: FP8 keys and values widened, which is exact."""
-    return x.q, x.k.to(torch.bfloat16), x.v.to(torch.bfloat16)
+    """q, k and v for kernels that take one dtype: quantised keys and values widened, which is exact."""
+    return x.q, wide(x.k), wide(x.v)
 
 
 def fa4_dense(case: Case, main: Callable[[Any], Attention] = lambda inputs: inputs) -> Contender | Skipped:

@@ -19,7 +19,10 @@ from msa_tiles.bench.timing import Clock, CudaClock
 from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
 
-PEERS = ("vllm", "fa4", "cudnn", "torch", "dense_bytes", "flash_msa", "flashinfer", "bf16", "by_name", "without")
+PEERS = (
+    *("vllm", "fa4", "cudnn", "torch", "dense_bytes", "flash_msa", "flashinfer"),
+    *("bf16", "fp8", "fp8_index", "by_name", "without"),
+)
 """Every peer that some operator has."""
 
 
@@ -68,13 +71,17 @@ def plan(ops: Sequence[str], labels: Sequence[str], precisions: Sequence[str]) -
     chosen = [benchmark for op, benchmark in BENCHMARKS.items() if not ops or op in ops]
     names.check("--cases", labels, [label for benchmark in chosen for label in benchmark.labels])
     try:
-        wanted = named_precisions(precisions, [name for benchmark in chosen for name in benchmark.precisions])
+        wanted = named_precisions(
+            precisions,
+            [name for benchmark in chosen for name in benchmark.precisions],
+            [name for benchmark in chosen for name in benchmark.on_request],
+        )
     except ValueError as error:
         raise ValueError(f"--precision: {error}") from error
     jobs = [
         Job(benchmark, label, precision)
         for benchmark in chosen
-        for precision in benchmark.precisions
+        for precision in (*benchmark.precisions, *benchmark.on_request)
         if precision in wanted
         for label in benchmark.labels
         if not labels or label in labels

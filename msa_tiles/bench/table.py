@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msa_tiles.bench import gates, rows
 from msa_tiles.bench.operators import BENCHMARKS
-from msa_tiles.bench.precisions import group
+from msa_tiles.bench.precisions import group, halves
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS
 
-FIGURES = (*DSLS, "best peer", "ratio", "floor", "of floor")
+FIGURES = (*DSLS, "best peer", "ratio", "floor", "share")
 HEADING = ("op", "case", "prec", *FIGURES, "gate")
 STALE = "*"
 LEGEND = (
     "times in milliseconds; ratio: the best peer's time by that of our faster DSL, in the same run;\n"
-    "of floor: the roofline's time by ours; gate: the ratio to a named peer that is aimed at, and whether it is reached"
+    "share: the roofline's time by ours; gate: the ratio to a named peer that is aimed at, and whether it is reached"
 )
 STALE_LEGEND = f"{STALE} timed with kernels that have changed since"
 
@@ -25,10 +25,19 @@ def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]
     latest = rows.latest(results)
     cases = dict.fromkeys((op, case, precision) for op, case, precision, _ in latest)
     table: list[Sequence[str]] = [HEADING]
+    named: dict[tuple[str, str], set[str]] = {}
+    for op, _, precision in cases:
+        named.setdefault((op, _groups(precision)), set()).add(precision)
     for op, case, precision in sorted(cases, key=_place):
         mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
         table.append(
-            (op, case, group(precision), *_figures(mine, current), _gate(op, case, precision, latest, current))
+            (
+                op,
+                case,
+                _groups(precision) if len(named[op, _groups(precision)]) == 1 else precision,
+                *_figures(mine, current),
+                _gate(op, case, precision, latest, current),
+            )
         )
     return table
 
@@ -37,6 +46,11 @@ def legend(table: Sequence[Sequence[str]]) -> str:
     """What the columns mean, and the mark of stale figures where one is in the table."""
     marked = any(cell.endswith(STALE) for line in table for cell in line)
     return f"{LEGEND}\n{STALE_LEGEND}" if marked else LEGEND
+
+
+def _groups(precision: str) -> str:
+    """The group of a precision; those of both halves of a pair where they differ."""
+    return "+".join(dict.fromkeys(group(half) for half in halves(precision)))
 
 
 def _figures(mine: Mapping[str, Row], current: frozenset[str]) -> Iterable[str]:

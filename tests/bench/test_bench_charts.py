@@ -24,7 +24,9 @@ def drawn(tmp_path_factory):
 
 def test_each_chart_is_a_png_and_an_svg(drawn):
     assert [path.name for path in drawn] == [
-        f"{name}.{kind}" for name in ("speed_up", "speed_up_fp8", "roofline") for kind in ("png", "svg")
+        f"{name}.{kind}"
+        for name in ("speed_up", "speed_up_fp8", "speed_up_nvfp4", "speed_up_fp4", "roofline", "roofline_4bit")
+        for kind in ("png", "svg")
     ]
     for path in drawn:
         if path.suffix == ".png":
@@ -69,7 +71,7 @@ def test_the_fastest_dense_attention_is_the_peer():
 
 def test_points_of_the_roofline_are_work_by_time():
     latest = rows.latest(everything())
-    points = {(p.op, p.row["dsl"], p.row["precision"]): p for p in charts.roofline_points(latest)}
+    points = {(p.op, p.row["dsl"], p.row["precision"]): p for p in charts.roofline_points(latest, ("bf16", "fp8"))}
     point = points["select_blocks", "tilelang", "bf16"]
     keys = 131072 * 131073 / 2
     flops, moved = 2 * 4 * 128 * keys, 2 * 131072 * 5 * 128 + 4 * 4 * 131072 * 16
@@ -121,7 +123,7 @@ def test_stale_figures_are_told(written, tmp_path):
             result["digest"] = "old"
     charts.draw(results, tmp_path)
     groups = {precisions.group(name) for name in BENCHMARKS["msa_decode"].precisions}
-    assert sum("some kernels have changed since" in text for text in written) == len(groups) == 2
+    assert sum("some kernels have changed since" in text for text in written) == len(groups) == 4
 
 
 def test_names_do_not_cover_each_other(monkeypatch, tmp_path):

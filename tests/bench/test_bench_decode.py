@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from msa_tiles.bench import cases, peers
+from msa_tiles import quant
+from msa_tiles.bench import cases, inputs, peers, precisions
 from msa_tiles.bench.harness import Contender, Skipped
 from msa_tiles.bench.operators import decode as bench
 
@@ -23,10 +24,14 @@ def case():
     return dataclasses.replace(bench.find("decode_128k_b8"), batch=3, keys=1301, dims=point)
 
 
-@pytest.fixture(params=BENCHMARK_PRECISIONS)
-def prepared(case, monkeypatch, request):
+@pytest.fixture
+def no_peers(monkeypatch):
     monkeypatch.setattr(peers, "vllm_module", lambda: "no vllm here")
     monkeypatch.setattr(peers, "flash_attention_4", lambda: "no flash_attn here")
+
+
+@pytest.fixture(params=BENCHMARK_PRECISIONS)
+def prepared(case, no_peers, request):
     return bench.prepare(case, CPU, request.param)
 
 
@@ -48,7 +53,9 @@ def test_find():
 def test_inputs_are_paged_caches_of_every_request(case, made):
     assert case.pages == 11
     assert sorted(made.page_table.flatten().tolist()) == list(range(33))
-    assert made.cache.shape == (33, 2, 128, 64) and made.index_cache.shape == (33, 128, 32)
+    assert made.k.shape == made.v.shape == (33, 2, 128, 32) and made.index_cache.shape == (33, 128, 32)
+    if isinstance(made.k, torch.Tensor):
+        assert made.cache.shape == (33, 2, 128, 64)
     assert made.q.shape == (3, 4, 32) and made.idx_q.shape == (3, 2, 32)
     assert made.seq_lens.tolist() == [1301] * 3 and made.cu_seqlens_q.tolist() == [0, 1, 2, 3]
 
@@ -57,9 +64,9 @@ def test_sets_differ(prepared, made):
     other = prepared.make(1)
     again = prepared.make(0)
     for name in (field.name for field in dataclasses.fields(made) if getattr(made, field.name) is not None):
-        same = torch.equal(getattr(made, name), getattr(other, name))
-        assert same == (name in ("seq_lens", "cu_seqlens_q", "scale")), name
-        assert torch.equal(getattr(made, name), getattr(again, name))
+        mine, theirs, repeated = (inputs.wide(getattr(each, name)) for each in (made, other, again))
+        assert torch.equal(mine, theirs) == (name in ("seq_lens", "cu_seqlens_q", "scale") or not mine.numel()), name
+        assert torch.equal(mine, repeated)
 
 
 def test_ours_passes_its_own_check(prepared, made):
@@ -71,17 +78,27 @@ def test_ours_passes_its_own_check(prepared, made):
 
 
 def test_bench_of_a_case(prepared, made):
-    size = made.index_cache.itemsize
+    keys = made.index_cache
+    size = keys.itemsize if isinstance(keys, torch.Tensor) else 0.5 + 1 / quant.GROUPS[keys.format].size
     assert prepared.bytes_per_set == size * 3 * 1301 * 32, "the index keys are what every call reads"
-    assert [peer.name for peer in prepared.peers] == ["vllm", "flashinfer", "fa4", "dense_bytes"]
+    assert [peer.name for peer in prepared.peers] == ["vllm", "flashinfer", "fp8_index", "fa4", "dense_bytes"]
 
 
-@pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("q8k8+q16kv8", 1)])
-def test_the_floor_reads_index_keys_and_selected_blocks_once(precision, size):
+@pytest.mark.parametrize(
+    ("precision", "index_size", "size"),
+    [
+        ("bf16", 2, 2),
+        ("q8k8+q16kv8", 1, 1),
+        ("q16k4+q16kv8", 0.5625, 1),
+        ("bf16+q16kv4", 2, 0.5625),
+        ("q8kmx4+q16kvmx4", 0.53125, 0.53125),
+    ],
+)
+def test_the_floor_reads_index_keys_and_selected_blocks_once(precision, index_size, size):
     index, selected = 32 * 131072 * 128, 2 * 32 * 4 * 16 * 128 * 128
     memory = cases.device_of(CARD).memory_gb_per_s
     floor = cases.floor_ms(bench.work("decode_128k_b32", precision), CARD)
-    assert floor == pytest.approx(size * (index + selected) / (memory * 1e9) * 1e3)
+    assert floor == pytest.approx((index_size * index + size * selected) / (memory * 1e9) * 1e3)
 
 
 def test_dense_attention_is_checked_over_all_keys(case, made, monkeypatch):
@@ -114,7 +131,7 @@ def test_a_wrong_id_is_noticed(case, prepared, made):
         slot = int((worst[1, request] != 10).nonzero()[0])
         scores = bench.reference.index_score(
             made.idx_q[request : request + 1],
-            made.index_cache,
+            inputs.wide(made.index_cache),
             block_size=bench.PAGE,
             page_table=made.page_table[request : request + 1],
             seqused_k=made.seq_lens[request : request + 1],
@@ -150,6 +167,12 @@ def test_equal_scores_may_go_either_way():
 
 def test_dense_bytes_moves_as_much_as_the_cache_holds(case, made):
     contender = bench.dense_bytes(case)
+    if not isinstance(made.k, torch.Tensor):
+        call = contender.bind(made)
+        inverted = next(cell.cell_contents for cell in call.__closure__ if torch.is_tensor(cell.cell_contents))
+        call()
+        assert (inverted == -1).all() and 2 * inverted.nbytes == 2 * 2 * 33 * 2 * 128 * 32
+        return
     before, after = (cache.view(-1).view(torch.int32) for cache in (made.cache.clone(), made.cache))
     contender.bind(made)()
     half = before.numel() // 2
@@ -160,6 +183,53 @@ def test_dense_bytes_moves_as_much_as_the_cache_holds(case, made):
     assert contender.check(made, None) is None
 
 
+@pytest.mark.parametrize("pair", precisions.OTHER_PAIRS)
+def test_any_index_format_goes_with_any_format_of_keys_and_values(pair, case, no_peers):
+    prepared = bench.prepare(case, CPU, pair)
+    made = prepared.make(0)
+    index, attention = precisions.halves(pair)
+    for stored, precision, role in ((made.index_cache, index, "index_key"), (made.k, attention, "key_value")):
+        form = precisions.stored(precision, role)
+        name = stored.format if isinstance(stored, quant.QuantizedTensor) else str(stored.dtype)
+        assert name.endswith(form.name if form.bits == 4 else form.storage)
+    assert made.idx_q.dtype == (quant.FP8 if index.startswith("q8") else torch.bfloat16)
+    assert prepared.check(made, prepared.ours("reference", made)()) is None
+
+
+def test_the_pairs_are_all_combinations():
+    pairs = {precisions.halves(name) for name in (*precisions.BOTH, *precisions.OTHER_PAIRS)}
+    assert pairs == {(a, b) for a in precisions.INDEXER for b in precisions.ATTENTION}
+    assert bench.BENCHMARK.precisions == precisions.BOTH and bench.BENCHMARK.on_request == precisions.OTHER_PAIRS
+    assert precisions.part("sparse_decode", "bf16+q16kv4") == "q16kv4"
+    assert precisions.part("decode_score", "bf16+q16kv4") == precisions.part("decode_topk", "q8k8") == "bf16"
+
+
+def test_nvfp4_keys_and_values_are_vllms_pages(case):
+    made = bench.make(case, CPU, "q16kv4", 0)
+    assert made.cache.dtype == torch.uint8 and made.cache.shape == (33, 4, 128, 18)
+    views = quant.vllm_pages(made.cache, made.k.global_scale, made.v.global_scale)
+    assert (made.k.data.data_ptr(), made.v.scale.data_ptr()) == (views.k.data.data_ptr(), views.v.scale.data_ptr())
+    assert (made.k.layout, made.v.layout) == ("linear", "interleaved")
+
+
+def test_an_fp8_index_is_a_peer_of_an_index_of_4_bits(case, no_peers):
+    def peer(precision: str):
+        return next(p for p in bench.prepare(case, CPU, precision).peers if p.name == "fp8_index")
+
+    made = bench.make(case, CPU, "q16k4+q16kv8", 0)
+    contender = peer("q16k4+q16kv8")
+    ids, out = bench.ours(case, "reference", made)()
+    assert isinstance(contender, Contender) and contender.check(made, contender.bind(made)()) is None
+    assert contender.check(made, (ids, out * 1.05))
+    assert isinstance(peer("q8k8+q16kv8"), Skipped)
+
+
+def test_vllm_takes_no_keys_of_4_bits(case, monkeypatch):
+    monkeypatch.setattr(peers, "vllm_module", Vllm)
+    for precision, reason in (("q16k4+q16kv8", "nvfp4"), ("q8k8+q16kvmx4", "mxfp4")):
+        assert bench.prepare(case, CPU, precision).peers[0] == Skipped("vllm", f"it takes no keys of {reason}")
+
+
 class Vllm:
     """The two operators as the benchmark calls them, answered by the reference."""
 
@@ -167,7 +237,7 @@ class Vllm:
         assert (init, local, a, b) == (0, 1, 1, 1) and most >= int(lengths.max())
         starts = torch.arange(len(idx_q) + 1, dtype=torch.int32)
         where = {"cu_seqlens_q": starts, "page_table": table, "seqused_k": lengths}
-        idx_q, cache = bench.wide(idx_q), bench.wide(cache)
+        idx_q, cache = inputs.wide(idx_q), inputs.wide(cache)
         chosen = bench.reference.select_blocks(idx_q, cache, topk, num_kv_heads=heads, **where)
         out.copy_(chosen)
         return out
@@ -175,13 +245,15 @@ class Vllm:
     def minimax_m3_sparse_attn_decode(self, q, cache, ids, table, lengths, heads, scale, out, queries, **scales):
         assert heads == cache.shape[1] and queries == 1
         assert [x is None for x in scales.values()] == 2 * [cache.dtype == torch.bfloat16]
-        k, v = bench.wide(cache).chunk(2, -1)
+        k, v = inputs.wide(cache).chunk(2, -1)
         starts = torch.arange(len(q) + 1, dtype=torch.int32)
         where = {"cu_seqlens_q": starts, "page_table": table, "seqused_k": lengths}
         out.copy_(bench.reference.sparse_attention(q, k, v, ids, softmax_scale=scale, **where)[0])
 
 
-def test_vllm_is_checked_like_ours(case, made, monkeypatch):
+@pytest.mark.parametrize("precision", precisions.SERVED)
+def test_vllm_is_checked_like_ours(case, precision, monkeypatch):
+    made = bench.make(case, CPU, precision, 0)
     monkeypatch.setattr(peers, "vllm_module", Vllm)
     contender = bench.vllm(case)
     assert isinstance(contender, Contender)

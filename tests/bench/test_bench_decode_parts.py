@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from msa_tiles.bench import cases, peers
-from msa_tiles.bench.harness import Contender
+from msa_tiles.bench import cases, peers, precisions
+from msa_tiles.bench.harness import Contender, Skipped
 from msa_tiles.bench.operators import BENCHMARKS, decode
 
 CPU = torch.device("cpu")
@@ -22,10 +22,10 @@ def prepare(monkeypatch):
     monkeypatch.setattr(peers, "vllm_module", lambda: "no vllm here")
     point = {"group": 2, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": 32, "block_size": 128, "topk": 4}
 
-    def prepared(op: str):
+    def prepared(op: str, precision: str = "bf16"):
         case = BENCHMARKS[op].find("decode_128k_b1")
         assert case.op == op
-        return BENCHMARKS[op].prepare(dataclasses.replace(case, batch=3, keys=1301, dims=point), CPU, "bf16")
+        return BENCHMARKS[op].prepare(dataclasses.replace(case, batch=3, keys=1301, dims=point), CPU, precision)
 
     return prepared
 
@@ -73,6 +73,27 @@ def test_torch_is_checked_by_its_values(prepare):
     values, ids = torch_peer.bind(scores)()
     assert torch_peer.check(scores, (values, ids)) is None
     assert torch_peer.check(scores, (values - 1, ids))
+
+
+@pytest.mark.parametrize("precision", [name for name in (*precisions.INDEXER, *precisions.ATTENTION) if name != "bf16"])
+def test_ours_takes_every_format(prepare, precision):
+    op = "sparse_decode" if "kv" in precision else "decode_score"
+    bench = prepare(op, precision)
+    made = bench.make(0)
+    result = bench.ours("reference", made)()
+    assert bench.check(made, result) is None
+    assert bench.check(made, result * 1.05)
+
+
+@pytest.mark.parametrize("precision", ["q16kv4", "q16kvmx4"])
+def test_fp8_is_a_peer_of_4_bits(prepare, precision):
+    bench = prepare("sparse_decode", precision)
+    made = bench.make(0)
+    [own] = (peer for peer in bench.peers if peer.name == "fp8")
+    assert isinstance(own, Contender)
+    # The pool of e4m3 is drawn from the same values.
+    assert own.check(made, bench.ours("reference", made)()) is not None
+    assert own.check(made, own.bind(made)()) is None
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -139,7 +160,8 @@ def test_vllm_is_checked_like_ours(prepare, monkeypatch):
     monkeypatch.setattr(peers, "vllm_module", Vllm)
     bench = prepare("sparse_decode")
     made = bench.make(0)
-    [peer] = bench.peers
+    peer, own = bench.peers
+    assert isinstance(own, Skipped)
     out = peer.bind(made)()
     assert peer.check(made, out) is None
     assert peer.check(made, out * 1.05)

@@ -79,6 +79,31 @@ class FlashInfer:
         return attend(page_table=page_table, seqused_k=seqused_k, out=out)
 
 
+FOUR_BITS = [
+    ("index_score", "q16k4"),
+    ("index_score", "q8kmx4"),
+    ("select_blocks", "q8k4"),
+    ("sparse_attention", "q16kv4"),
+    ("sparse_attention", "q16kvmx4"),
+    ("prefill", "q16k4+q16kv8"),
+]
+
+
+@pytest.mark.parametrize(("op", "precision"), FOUR_BITS)
+def test_ours_takes_4_bits_in_prefill_and_peers_do_not(op, precision, prepared, monkeypatch):
+    monkeypatch.setattr(peers, "vllm_module", lambda: FlashInfer)
+    bench = prepared(op, "prefill_32k_u", precision)
+    made = bench.make(0)
+    assert bench.check(made, bench.ours("reference", made)()) is None
+    by_name = {peer.name: peer for peer in bench.peers}
+    for name in ("vllm", "flashinfer"):
+        assert isinstance(by_name[name], Skipped)
+    if op == "sparse_attention":
+        own = by_name["fp8"]
+        assert isinstance(own, Contender) and own.check(made, own.bind(made)()) is None
+        assert isinstance(by_name["bf16"], Contender), "what 4 bits cost beside 16"
+
+
 CASES = [
     ("index_score", "prefill_32k_u", "q8k8"),
     ("select_blocks", "prefill_32k_u", "q8k8"),

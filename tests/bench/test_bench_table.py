@@ -33,14 +33,14 @@ def test_both_dsls_the_best_peer_and_the_floor_of_the_faster_one():
         "best peer": "16.20 vllm",
         "ratio": "3.00x",
         "floor": "2.1575",
-        "of floor": "40%",
+        "share": "40%",
         "gate": "2.5x goal met (3.00)",
     }
 
 
 def test_what_was_not_measured_is_not_filled_in():
     shown = line(row("combine", "prefill_4k", "cutedsl", baselines={}, floor_ms=None))
-    assert [shown[name] for name in ("tilelang", "best peer", "ratio", "floor", "of floor", "gate")] == [
+    assert [shown[name] for name in ("tilelang", "best peer", "ratio", "floor", "share", "gate")] == [
         "-", "-", "-", "-", "-", "",
     ]  # fmt: skip
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles import ops, reference
+from msa_tiles import ops, quant, reference
 from msa_tiles.bench import checks, flashinfer_peer, peers, precisions
 from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
-from msa_tiles.bench.inputs import normal
+from msa_tiles.bench.inputs import Stored, in_format, is_e4m3, normal, pages_of, wide
 from msa_tiles.bench.timing import Call
 from msa_tiles.spec.work import Work
 
@@ -60,15 +60,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries, vLLM's caches (K beside V; index keys), and where the requests stand in them.
+    """Queries, vLLM's caches, and where the requests stand in them.
 
-    `scale` is that of FP8 keys and of FP8 values, which stand for themselves.
+    `k` and `v` [pages, Hkv, page, D] are views of `cache`: K beside V, or the bytes of NVFP4 pages. Those of MXFP4,
+    which vLLM's pages have not, lie apart. `scale` is that of FP8 keys and of FP8 values, which stand for themselves.
     """
 
     q: Tensor
     idx_q: Tensor
+    k: Stored
+    v: Stored
     cache: Tensor
-    index_cache: Tensor
+    index_cache: Stored
     page_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
@@ -79,22 +82,12 @@ class Inputs:
         return {"k_scale": self.scale, "v_scale": self.scale}
 
     def of_request(self, request: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Keys, values and index keys of one request, FP8 ones widened, and where they are."""
+        """Keys, values and index keys of one request, quantised ones widened, and where they are."""
         pages = self.page_table[request]
-        cache, index_cache = (wide(pool[pages]) for pool in (self.cache, self.index_cache))
+        k, v, index_cache = (wide(pages_of(pool, pages)) for pool in (self.k, self.v, self.index_cache))
         table = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
         where = {"page_table": table, "seqused_k": self.seq_lens[request : request + 1]}
-        return *cache.split(cache.shape[-1] // 2, -1), index_cache, where
-
-
-def stored_in(precision: str, role: str) -> torch.dtype:
-    """The dtype of a cache; BF16 for one that the operator of this precision does not read."""
-    return precisions.dtype(precision, role) if role in precisions.roles(precision) else torch.bfloat16
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """FP8 as BF16, which is exact."""
-    return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
+        return k, v, index_cache, where
 
 
 def find(label: str, op: str = OP) -> Case:
@@ -108,20 +101,39 @@ def find(label: str, op: str = OP) -> Case:
 
 def make(case: Case, device: torch.device, precision: str, seed: int) -> Inputs:
     """Random caches whose pages lie in random order."""
-    stored, index = (stored_in(precision, role) for role in ("key_value", "index_key"))
+    form, index = (precisions.stored(precision, role).name for role in ("key_value", "index_key"))
     dim, heads, pages = case["head_dim"], case["num_kv_heads"], case.batch * case.pages
     torch.manual_seed(seed)
     table = torch.randperm(pages, device=device).to(torch.int32).view(case.batch, case.pages)
+    idx_q = normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim)
+    k, v, cache = kept_in(normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim), form)
     return Inputs(
         normal(4 * seed, device, case.batch, heads * case["group"], dim),
-        normal(4 * seed + 1, device, case.batch, case["num_index_heads"], dim).to(index),
-        normal(4 * seed + 2, device, pages, heads, PAGE, 2 * dim).to(stored),
-        normal(4 * seed + 3, device, pages, PAGE, dim).to(index),
+        idx_q.to(precisions.dtype(precision, "index_query")),
+        k,
+        v,
+        cache,
+        in_format(normal(4 * seed + 3, device, pages, PAGE, dim), index),
         table,
         torch.full((case.batch,), case.keys, dtype=torch.int32, device=device),
         torch.arange(case.batch + 1, dtype=torch.int32, device=device),
-        torch.ones((), device=device) if stored.itemsize == 1 else None,
+        torch.ones((), device=device) if is_e4m3(k) else None,
     )
+
+
+def kept_in(beside: Tensor, form: str) -> tuple[Stored, Stored, Tensor]:
+    """K and V of a format from [pages, Hkv, page, 2 D] in BF16, K beside V, and the cache that holds them."""
+    if form in quant.GROUPS:
+        k, v = beside.split(beside.shape[-1] // 2, -1)
+        if form == "nvfp4":
+            one = torch.ones((), device=beside.device)
+            pages = quant.quantize_pages(k, v, "vllm", k_global_scale=one, v_global_scale=one)
+            return pages.k, pages.v, pages.pool
+        return in_format(k, form), in_format(v, form), beside.new_empty(0)
+    cache = in_format(beside, form)
+    assert isinstance(cache, Tensor)
+    k, v = cache.split(beside.shape[-1] // 2, -1)
+    return k, v, cache
 
 
 def make_indexer(case: Case, device: torch.device, precision: str, seed: int) -> Inputs:
@@ -132,8 +144,7 @@ def make_indexer(case: Case, device: torch.device, precision: str, seed: int) ->
 
 def ours(case: Case, dsl: str, x: Inputs) -> Call:
     """The call with every buffer handed in."""
-    dim, heads, topk = case["head_dim"], case["num_kv_heads"], case["topk"]
-    k, v = x.cache.split(dim, -1)
+    heads, topk = case["num_kv_heads"], case["topk"]
     out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=x.q.device)
     ids = torch.empty(heads, case.batch, topk, dtype=torch.int32, device=x.q.device)
     size = ops.decode_workspace_bytes(x.q, topk, heads, idx_q=x.idx_q, max_seqlen_k=case.keys)
@@ -142,8 +153,8 @@ def ours(case: Case, dsl: str, x: Inputs) -> Call:
     def call() -> tuple[Tensor, Tensor]:
         ops.msa_decode(
             x.q,
-            k,
-            v,
+            x.k,
+            x.v,
             x.idx_q,
             x.index_cache,
             topk,
@@ -192,6 +203,29 @@ def of_vllm(case: Case, module: ModuleType) -> Contender:
     return Contender("vllm", bind, functools.partial(check, case))
 
 
+def fp8_index(case: Case, precision: str) -> Contender | Skipped:
+    """Our own step on queries and index keys of e4m3, where those of the case have 4 bits; whatever DSL serves it."""
+    if precisions.stored(precision, "index_key").bits >= 8:
+        return Skipped("fp8_index", "it is a peer of index keys of 4 bits")
+
+    def rounded(x: Inputs) -> Inputs:
+        idx_q, index_cache = (in_format(wide(part), "e4m3") for part in (x.idx_q, x.index_cache))
+        assert isinstance(idx_q, Tensor)
+        return dataclasses.replace(x, idx_q=idx_q, index_cache=index_cache)
+
+    return Contender(
+        "fp8_index",
+        lambda x: ours(case, "auto", rounded(x)),
+        lambda x, result: check(case, rounded(x), result),
+    )
+
+
+def one_dtype(precision: str) -> torch.dtype:
+    """That of index keys, keys and values, where they share one: peers take no two."""
+    index, keys = (precisions.dtype(precision, role) for role in ("index_key", "key_value"))
+    return keys if index == keys else torch.bfloat16
+
+
 def fa4_dense(case: Case) -> Contender | Skipped:
     """FlashAttention-4 over all keys, which lie in contiguous rows for it."""
     attend = peers.flash_attention_4()
@@ -201,7 +235,7 @@ def fa4_dense(case: Case) -> Contender | Skipped:
         return Skipped("fa4", "the keys have 2**31 elements or more")
 
     def bind(x: Inputs) -> Call:
-        k, v = (dense_rows(wide(part), x.page_table) for part in x.cache.split(case["head_dim"], -1))
+        k, v = (dense_rows(wide(part), x.page_table) for part in (x.k, x.v))
 
         def call() -> Tensor:
             result = attend(x.q[:, None], k, v, causal=False)
@@ -237,13 +271,21 @@ def dense_bytes(case: Case) -> Contender:
     """The least that dense decode can take: as many bytes as all keys and values hold in BF16, at the speed of a copy.
 
     Half of the cache, inverted into the other half, reads and writes as many bytes as reading all of it; all of an FP8
-    cache, inverted in place, as many as reading it in BF16.
+    cache, or as many other bytes where a cache is smaller, inverted in place, as many as reading it in BF16.
     """
 
+    @functools.lru_cache(maxsize=1)
+    def others(device: torch.device) -> Tensor:
+        keys = case.batch * case.pages * PAGE * case["num_kv_heads"]
+        return torch.zeros(keys * case["head_dim"] // 2, dtype=torch.int32, device=device)
+
     def bind(x: Inputs) -> Call:
-        flat = x.cache.view(-1).view(torch.int32)
-        half = flat.numel() // 2
-        source, target = (flat[half : 2 * half], flat[:half]) if x.scale is None else (flat, flat)
+        if not isinstance(x.k, Tensor):
+            source = target = others(x.q.device)
+        else:
+            flat = x.cache.view(-1).view(torch.int32)
+            half = flat.numel() // 2
+            source, target = (flat[half : 2 * half], flat[:half]) if x.scale is None else (flat, flat)
 
         def call() -> None:
             torch.bitwise_not(source, out=target)
@@ -278,7 +320,7 @@ def scores_of(x: Inputs, request: int) -> Tensor:
 
 def slack(x: Inputs) -> float:
     """What scores may be off by, as a part of the largest: the tensor cores add products of FP8 with fewer bits."""
-    return checks.FP8_SCORE_LIMIT if x.idx_q.dtype.itemsize == 1 else SCORE_SLACK
+    return checks.FP8_SCORE_LIMIT if is_e4m3(x.index_cache) else SCORE_SLACK
 
 
 def ranked(scores: Tensor, ids: Tensor, topk: int, slack: float) -> str | None:
@@ -308,13 +350,14 @@ def score_work(case: Case, precision: str) -> Work:
 def attention_work(case: Case, precision: str) -> Work:
     """The selected keys and values are read once for each KV head."""
     keys = case.batch * case["num_kv_heads"] * case["topk"] * PAGE * case["head_dim"]
-    size = 2 * stored_in(precision, "key_value").itemsize
-    return Work(4 * case["group"] * keys, size * keys, precisions.multiplied("sparse_decode", precision))
+    bits = precisions.stored(precision, "key_value").bits_with_scales
+    return Work(4 * case["group"] * keys, 2 * bits * keys / 8, precisions.multiplied("sparse_decode", precision))
 
 
 def index_bytes(case: Case, precision: str) -> int:
-    """Bytes of the index keys."""
-    return stored_in(precision, "index_key").itemsize * case.batch * case.keys * case["head_dim"]
+    """Bytes of the index keys, scales of groups included."""
+    bits = precisions.stored(precision, "index_key").bits_with_scales
+    return int(bits * case.batch * case.keys * case["head_dim"]) // 8
 
 
 def work(label: str, precision: str) -> list[Work]:
@@ -329,12 +372,13 @@ def prepare(case: Case, device: torch.device, precision: str) -> Bench:
         ours=functools.partial(ours, case),
         check=functools.partial(check, case),
         peers=[
-            vllm(case),
-            flashinfer_peer.decode(case, stored_in(precision, "key_value"), functools.partial(check, case)),
+            peers.takes(precision, "index_key", peers.takes(precision, "key_value", vllm(case))),
+            flashinfer_peer.decode(case, one_dtype(precision), functools.partial(check, case)),
+            fp8_index(case, precision),
             fa4_dense(case),
             dense_bytes(case),
         ],
     )
 
 
-BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS, precisions.BOTH)
+BENCHMARK = Benchmark(OP, tuple(BATCHES), find, prepare, work, PARTS, precisions.BOTH, precisions.OTHER_PAIRS)

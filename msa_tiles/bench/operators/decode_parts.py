@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -134,7 +135,6 @@ def prepare_attention(case: Case, device: torch.device, precision: str, *, batch
 
     def ours(dsl: str, chosen: Chosen) -> Call:
         x = chosen.x
-        k, v = x.cache.split(case["head_dim"], -1)
         out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=device)
         size = ops.decode_workspace_bytes(x.q, topk, heads, batch_invariant=batch_invariant)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
@@ -142,8 +142,8 @@ def prepare_attention(case: Case, device: torch.device, precision: str, *, batch
         def call() -> Tensor:
             ops.sparse_decode(
                 x.q,
-                k,
-                v,
+                x.k,
+                x.v,
                 chosen.ids,
                 cu_seqlens_q=x.cu_seqlens_q,
                 page_table=x.page_table,
@@ -168,7 +168,31 @@ def prepare_attention(case: Case, device: torch.device, precision: str, *, batch
         bytes_per_set=int(decode.attention_work(case, precision).bytes),
         ours=ours,
         check=functools.partial(check_attention, case),
-        peers=[vllm_attention(case)],
+        peers=[
+            peers.takes(precision, "key_value", vllm_attention(case)),
+            fp8_attention(case, device, precision, ours),
+        ],
+    )
+
+
+def fp8_attention(
+    case: Case, device: torch.device, precision: str, ours: Callable[[str, Chosen], Call]
+) -> Contender | Skipped:
+    """Our own attention over the same blocks of e4m3 keys and values, where those of the case have 4 bits."""
+    if precisions.stored(precision, "key_value").bits >= 8:
+        return Skipped("fp8", "it is a peer of keys and values of 4 bits")
+
+    @functools.lru_cache(maxsize=1)
+    def pool() -> Inputs:
+        return decode.make(case, device, "q16kv8", 0)
+
+    def rounded(chosen: Chosen) -> Chosen:
+        return Chosen(dataclasses.replace(pool(), q=chosen.x.q), chosen.ids)
+
+    return Contender(
+        "fp8",
+        lambda chosen: ours("auto", rounded(chosen)),
+        lambda chosen, out: check_attention(case, rounded(chosen), out),
     )
 
 

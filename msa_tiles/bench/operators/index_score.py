@@ -16,18 +16,21 @@ OP = "index_score"
 
 
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
-    heads, dim, dtype = case["num_index_heads"], case["head_dim"], precisions.dtype(precision, "index_key")
+    heads, dim = case["num_index_heads"], case["head_dim"]
 
     def ours(dsl: str, x: inputs.Indexer) -> Call:
         return lambda: ops.index_score(x.idx_q, x.idx_k, block_size=case["block_size"], backend=dsl)
 
     return Bench(
         case=case,
-        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=dtype),
-        bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
+        make=functools.partial(inputs.indexer, case, heads, dim, device, precision=precision),
+        bytes_per_set=inputs.indexer_bytes(case, heads, dim, precision),
         ours=ours,
         check=functools.partial(checks.scores, case),
-        peers=[peers.vllm_index_score(case), flashinfer_peer.index_score(case, dtype)],
+        peers=[
+            peers.takes(precision, "index_key", peers.vllm_index_score(case)),
+            flashinfer_peer.index_score(case, precisions.dtype(precision, "index_key")),
+        ],
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.bench import cases, checks, flashinfer_peer, inputs, peers, precisions
-from msa_tiles.bench.harness import Bench, Benchmark
+from msa_tiles.bench.harness import Bench, Benchmark, Contender, Skipped
 from msa_tiles.bench.operators.sparse_attention import attention_bytes
 from msa_tiles.bench.timing import Call
 from msa_tiles.spec.work import Work
@@ -42,14 +43,14 @@ def check(case: cases.Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | N
 
 
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
-    dtype, index = (precisions.dtype(precision, role) for role in ("key_value", "index_key"))
+    dtypes = precisions.dtype(precision, "index_key"), precisions.dtype(precision, "key_value")
     indexer = cases.find("select_blocks", case.label)
     heads, dim, topk = indexer["num_index_heads"], indexer["head_dim"], indexer["topk"]
 
     def make(seed: int) -> Inputs:
         return (
-            inputs.indexer(indexer, heads, dim, device, seed, index),
-            inputs.attention(case, device, seed, with_selection=False, dtype=dtype),
+            inputs.indexer(indexer, heads, dim, device, seed, precision),
+            inputs.attention(case, device, seed, with_selection=False, precision=precision),
         )
 
     def ours(dsl: str, x: Inputs) -> Call:
@@ -76,20 +77,26 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     return Bench(
         case=case,
         make=make,
-        bytes_per_set=attention_bytes(case, dtype),
+        bytes_per_set=attention_bytes(case, precision),
         ours=ours,
         check=verify,
         peers=[
-            peers.vllm_prefill(case, topk, verify),
-            flashinfer_peer.prefill(indexer, case, (index, dtype), verify),
+            vllm(case, topk, precision, verify),
+            flashinfer_peer.prefill(indexer, case, dtypes, verify),
             peers.fa4_dense(case, operator.itemgetter(1)),
             peers.cudnn_dense(case, operator.itemgetter(1)),
         ],
     )
 
 
+def vllm(case: cases.Case, topk: int, precision: str, check: Callable[[Any, Any], str | None]) -> Contender | Skipped:
+    """vLLM's operators, where they take the index keys, and the keys and values."""
+    peer = peers.takes(precision, "index_key", peers.vllm_prefill(case, topk, check))
+    return peers.takes(precision, "key_value", peer)
+
+
 def work(label: str, precision: str) -> list[Work]:
     return [cases.work(part, label, precisions.part(part, precision)) for part in PARTS]
 
 
-BENCHMARK = Benchmark(OP, tuple(labels()), find, prepare, work, PARTS, precisions.BOTH)
+BENCHMARK = Benchmark(OP, tuple(labels()), find, prepare, work, PARTS, precisions.BOTH, precisions.OTHER_PAIRS)

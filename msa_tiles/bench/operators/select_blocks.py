@@ -18,7 +18,6 @@ OP = "select_blocks"
 def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     """FP8 queries and keys come without scales: vLLM's operators take none."""
     heads, dim, topk = case["num_index_heads"], case["head_dim"], case["topk"]
-    dtype = precisions.dtype(precision, "index_key")
 
     def ours(dsl: str, x: inputs.Indexer) -> Call:
         return lambda: ops.select_blocks(
@@ -27,11 +26,14 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
 
     return Bench(
         case=case,
-        make=functools.partial(inputs.indexer, case, heads, dim, device, dtype=dtype),
-        bytes_per_set=dtype.itemsize * dim * (case.num_q * heads + case.num_k),
+        make=functools.partial(inputs.indexer, case, heads, dim, device, precision=precision),
+        bytes_per_set=inputs.indexer_bytes(case, heads, dim, precision),
         ours=ours,
         check=functools.partial(checks.selected, case),
-        peers=[peers.vllm_select(case, topk), flashinfer_peer.select(case, dtype)],
+        peers=[
+            peers.takes(precision, "index_key", peers.vllm_select(case, topk)),
+            flashinfer_peer.select(case, precisions.dtype(precision, "index_key")),
+        ],
     )
 
 

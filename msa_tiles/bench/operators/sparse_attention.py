@@ -16,8 +16,7 @@ OP = "sparse_attention"
 
 
 def prepare(case: cases.Case, device: torch.device, precision: str, *, batch_invariant: bool = False) -> Bench:
-    """FP8 keys and values, with scales of 1, lie under queries in BF16; dense attention gets all of them in BF16."""
-    dtype = precisions.dtype(precision, "key_value")
+    """Quantised keys and values lie under queries in BF16; dense attention gets all of them in BF16."""
 
     def ours(dsl: str, x: inputs.Attention) -> Call:
         scales = x.scales
@@ -34,23 +33,24 @@ def prepare(case: cases.Case, device: torch.device, precision: str, *, batch_inv
 
     return Bench(
         case=case,
-        make=functools.partial(inputs.attention, case, device, dtype=dtype),
-        bytes_per_set=attention_bytes(case, dtype),
+        make=functools.partial(inputs.attention, case, device, precision=precision),
+        bytes_per_set=attention_bytes(case, precision),
         ours=ours,
         check=functools.partial(checks.attended, case),
         peers=[
-            peers.vllm_attention(case),
-            flashinfer_peer.attention(case, dtype),
-            own_bf16(case, dtype),
+            peers.takes(precision, "key_value", peers.vllm_attention(case)),
+            flashinfer_peer.attention(case, precisions.dtype(precision, "key_value")),
+            own_bf16(case, precision),
+            own_fp8(case, precision),
             peers.fa4_dense(case),
             peers.cudnn_dense(case),
         ],
     )
 
 
-def own_bf16(case: cases.Case, dtype: torch.dtype) -> Contender | Skipped:
+def own_bf16(case: cases.Case, precision: str) -> Contender | Skipped:
     """What the same call takes on keys and values of bfloat16, whatever DSL serves it."""
-    if dtype == torch.bfloat16:
+    if precision == precisions.BF16:
         return Skipped("bf16", "it is what is timed")
 
     def bind(x: inputs.Attention) -> Call:
@@ -60,10 +60,30 @@ def own_bf16(case: cases.Case, dtype: torch.dtype) -> Contender | Skipped:
     return Contender("bf16", bind, functools.partial(checks.attended, case))
 
 
-def attention_bytes(case: cases.Case, dtype: torch.dtype) -> int:
-    """Bytes of q in bfloat16, and of k and v in `dtype`."""
+def own_fp8(case: cases.Case, precision: str) -> Contender | Skipped:
+    """What the same call takes on keys and values of 4 bits once these are rounded to e4m3."""
+    if precisions.stored(precision, "key_value").bits >= 8:
+        return Skipped("fp8", "it is a peer of keys and values of 4 bits")
+
+    def rounded(x: inputs.Attention) -> inputs.Attention:
+        k, v = (inputs.in_format(inputs.wide(part), "e4m3") for part in (x.k, x.v))
+        return inputs.Attention(x.q, k, v, x.block_indices)
+
+    def bind(x: inputs.Attention) -> Call:
+        fp8 = rounded(x)
+        scales = fp8.scales
+        return lambda: ops.sparse_attention(
+            fp8.q, fp8.k, fp8.v, fp8.block_indices, block_size=case["block_size"], **scales
+        )
+
+    return Contender("fp8", bind, lambda x, out: checks.attended(case, rounded(x), out))
+
+
+def attention_bytes(case: cases.Case, precision: str) -> int:
+    """Bytes of q in bfloat16, and of k and v with the scales of their groups."""
     queries, keys = case.num_q * case["num_q_heads"], case.num_k * case["num_kv_heads"]
-    return case["head_dim"] * (2 * queries + 2 * dtype.itemsize * keys)
+    bits = precisions.stored(precision, "key_value").bits_with_scales
+    return int(case["head_dim"] * (16 * queries + 2 * bits * keys)) // 8
 
 
 BENCHMARK = of_spec(OP, prepare, precisions.ATTENTION)

@@ -15,6 +15,7 @@ from msa_tiles.bench.harness import Bench, Benchmark
 from msa_tiles.bench.inputs import Attention, Indexer
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.operators.sparse_attention import attention_bytes
+from msa_tiles.bench.precisions import BF16
 from msa_tiles.bench.timing import Call
 from msa_tiles.spec.work import Work
 
@@ -73,8 +74,8 @@ def prepare_backward(case: cases.Case, device: torch.device, precision: str) -> 
         return lambda: ops.sparse_attention_backward(
             x.dout,
             x.main.q,
-            x.main.k,
-            x.main.v,
+            inputs.wide(x.main.k),
+            inputs.wide(x.main.v),
             x.out,
             x.lse,
             x.main.block_indices,
@@ -86,7 +87,7 @@ def prepare_backward(case: cases.Case, device: torch.device, precision: str) -> 
         case=case,
         make=make,
         # dout and out are as large as q.
-        bytes_per_set=attention_bytes(case, torch.bfloat16) + 4 * case.num_q * case["num_q_heads"] * case["head_dim"],
+        bytes_per_set=attention_bytes(case, BF16) + 4 * case.num_q * case["num_q_heads"] * case["head_dim"],
         ours=ours,
         check=lambda x, found: checks.attention_gradients(case, x.main, x.dout, x.out, found),
         peers=[],
@@ -101,13 +102,15 @@ def prepare_kl(case: cases.Case, device: torch.device, precision: str) -> Bench:
         return Taught(inputs.indexer(case, heads, dim, device, seed), main, _attend(case, main)[1])
 
     def ours(dsl: str, x: Taught) -> Call:
-        idx_q, idx_k = leaves = [tensor.detach().requires_grad_() for tensor in (x.index.idx_q, x.index.idx_k)]
+        idx_q, idx_k = leaves = [
+            tensor.detach().requires_grad_() for tensor in (x.index.idx_q, inputs.wide(x.index.idx_k))
+        ]
         weight = torch.tensor(float(case.num_q * heads), device=device)
 
         def call() -> tuple[Tensor, ...]:
             loss = ops.index_kl(
                 x.main.q,
-                x.main.k,
+                inputs.wide(x.main.k),
                 x.lse,
                 idx_q,
                 idx_k,
@@ -122,7 +125,7 @@ def prepare_kl(case: cases.Case, device: torch.device, precision: str) -> Bench:
     return Bench(
         case=case,
         make=make,
-        bytes_per_set=attention_bytes(case, torch.bfloat16) + 2 * dim * (case.num_q * heads + case.num_k),
+        bytes_per_set=attention_bytes(case, BF16) + 2 * dim * (case.num_q * heads + case.num_k),
         ours=ours,
         check=lambda x, found: checks.index_gradients(case, x.index, x.main, found),
         peers=[],
@@ -158,7 +161,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
         )
 
     def ours(dsl: str, x: Whole) -> Call:
-        tensors = x.main.q, x.main.k, x.main.v, x.index.idx_q, x.index.idx_k
+        tensors = x.main.q, inputs.wide(x.main.k), inputs.wide(x.main.v), x.index.idx_q, inputs.wide(x.index.idx_k)
         q, k, v, idx_q, idx_k = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         # The loss is a mean; its gradients as large as the others.
         weights = x.dout, torch.tensor(float(case.num_q * heads), device=device)
@@ -183,7 +186,7 @@ def prepare(case: cases.Case, device: torch.device, precision: str) -> Bench:
     return Bench(
         case=case,
         make=make,
-        bytes_per_set=attention_bytes(case, torch.bfloat16) + 2 * dim * (case.num_q * heads + case.num_k),
+        bytes_per_set=attention_bytes(case, BF16) + 2 * dim * (case.num_q * heads + case.num_k),
         ours=ours,
         check=functools.partial(check, case),
         peers=[peers.flash_msa(case, topk)],
