@@ -19,9 +19,10 @@ LaunchScores = Callable[[Any, Index, int, bool, Tensor], None]
 
 
 class KernelScales(NamedTuple):
-    """What a kernel gets beside its other tensors and flags; nothing where values are not quantised."""
+    """What a kernel gets beside other tensors, beside keys, and as flags; nothing where values are not quantised."""
 
     tensors: tuple[Tensor, ...]
+    of_keys: tuple[Tensor, ...]
     flags: tuple[int, ...]
 
 
@@ -32,12 +33,15 @@ def has_key_scales(k_scale: Tensor | None) -> bool:
 
 def kernel_scales(given: Index, heads_per_group: int, unread: Tensor) -> KernelScales:
     """Scales as the kernels of a selection take them: q_scale [T, Hi], k_scale, and whether q_scale is to be read.
+    Those of keys of 4 bits, under queries without any, are as `packed.of_index` says.
 
     A positive factor of all scores of a query ranks blocks only among the heads of a group. ``unread``, an int32 tensor
     [n] of the call, stands in for what cannot change a ranking; nothing is allocated.
     """
+    if formats.is_packed(given.idx_k) and given.k_scale is not None:
+        return KernelScales((), packed.of_index(given.idx_k, given.k_scale, given.k_global_scale), ())
     if not formats.is_quantised(given.idx_q):
-        return KernelScales((), ())
+        return KernelScales((), (), ())
     unread = unread.view(torch.float32)
     q_scale, k_scale = given.q_scale, given.k_scale
     use_q_scale = heads_per_group > 1 and q_scale is not None and q_scale.dim() > 0
@@ -45,7 +49,7 @@ def kernel_scales(given: Index, heads_per_group: int, unread: Tensor) -> KernelS
         q_scale = unread[0]
     if k_scale is None or k_scale.dim() == 0:
         k_scale = unread
-    return KernelScales((q_scale.expand(given.idx_q.shape[:2]), k_scale), (int(use_q_scale),))
+    return KernelScales((q_scale.expand(given.idx_q.shape[:2]), k_scale), (), (int(use_q_scale),))
 
 
 class AppliedScales(NamedTuple):
@@ -260,6 +264,7 @@ class Selection:
         self.kernel(
             idx_q,
             idx_k,
+            *scales.of_keys,
             at.page_table,
             at.cu_seqlens_q,
             at.cu_seqlens_k,

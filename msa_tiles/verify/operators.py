@@ -85,7 +85,7 @@ class IndexScore:
         # As the reference takes them.
         self.keys = self.idx_k.float()
         if case.packed:
-            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided)
+            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided, source.integers)
             self.keys = self.idx_k.dequantize()
         scaled = case.precision.scale is not None and not case.packed
         self.scales: dict[str, Any] = index_scales(source, dims, lengths, strided) if scaled else {}
@@ -187,14 +187,19 @@ class SelectBlocks:
         keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
         if strided:
             spoil(source, self.lengths, keys)
+        self.idx_k: Any
         self.where, (self.idx_k,) = placed(
             source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
         )
         if strided:
             self.idx_q = spread(self.idx_q)
+        self.keys = self.idx_k.float()
+        if case.packed:
+            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided, source.integers)
+            self.keys = self.idx_k.dequantize()
         self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
         self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
-        scaled = case.precision.scale is not None
+        scaled = case.precision.scale is not None and not case.packed
         self.scales: dict[str, Any] = index_scales(source, dims, self.lengths, strided) if scaled else {}
         self.options: dict[str, Any] = {
             **self.where,
@@ -213,7 +218,7 @@ class SelectBlocks:
         return (buffer.view,)
 
     def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
-        idx_q, idx_k = self.idx_q.float(), self.idx_k.float()
+        idx_q, idx_k = self.idx_q.float(), self.keys
         wanted = reference.select_blocks(idx_q, idx_k, self.topk, **self.options)
         if self.exact:
             return compare.same("out", outputs[0], wanted)
@@ -236,7 +241,7 @@ class SelectBlocks:
     def _forced(self, num_blocks: int) -> Tensor:
         """[T, NB]: the init and local blocks of each query."""
         where = {name: value for name, value in self.where.items() if not name.startswith("max_")}
-        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.idx_k), **where)
+        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.keys), **where)
         valid = batch.num_valid_blocks(self.block_size)[:, None]
         block = torch.arange(num_blocks, device=self.idx_q.device)
         init, local = self.options.get("init_blocks", 0), self.options.get("local_blocks", 1)

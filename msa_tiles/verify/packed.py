@@ -43,11 +43,14 @@ def keys_of(
     return (k, v), stand_for
 
 
-def index_keys_of(format: str, keys: Tensor, strided: bool) -> QuantizedTensor:
-    """Index keys [total_k, D] or [pages, page, D] of a call; if `strided`, pages of nvfp4 lie as SGLang has them."""
+def index_keys_of(format: str, keys: Tensor, strided: bool, integers: bool) -> QuantizedTensor:
+    """Index keys [total_k, D] or [pages, page, D] of a call; if `strided`, pages of nvfp4 lie as SGLang has them.
+
+    Of `integers` products and sums stay exact, so that scores tie in any order of additions.
+    """
     if format == "mxfp4":
         return quantize_mxfp4(keys)
-    outer = _global(keys)
+    outer = torch.ones((), device=keys.device) if integers else _global(keys)
     if strided and keys.dim() == 3:
         return quantize_index_pages(keys, global_scale=outer)[1]
     return quantize_nvfp4(keys, outer)

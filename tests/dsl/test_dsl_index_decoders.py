@@ -1,6 +1,6 @@
 """Index keys of 4 bits (msa_tiles.dsl.cutedsl.packed_index): decoding warps between producer and consumers, and bytes.
 
-Roles run at the barriers of decode_score's table, as in test_dsl_index_pipelines: a decoder hands on what it finds.
+Roles run at the barriers of the kernels' tables, as in test_dsl_index_pipelines: a decoder hands on what it finds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from msa_tiles.dsl.table import Table, lane, threads, warps
 from msa_tiles.paths import generated_dir
 from msa_tiles.quant import GROUPS
 
-CASE = Case("decode_score_q16k4", "DecodeScore", "index_nvfp4", "consume", {**pipelines.FLAT})
+CASES = {
+    "decode_score": Case("decode_score_q16k4", "DecodeScore", "index_nvfp4", "consume", pipelines.FLAT),
+    "index_score": Case("index_score_q16k4", "IndexScore", "index_nvfp4", "score_pairs", pipelines.FLAT),
+    "select_blocks": Case(
+        "select_blocks_q16k4", "SelectBlocks", "index_nvfp4", "score_pairs", {**pipelines.SELECT, "topk": 16}
+    ),
+    "select_blocks, four heads": Case(
+        "select_blocks_q16k4", "SelectBlocks", "index_nvfp4", "score_pairs",
+        {**pipelines.SELECT, "heads_per_group": 4, "topk": 16},
+    ),
+    "select_blocks, long": Case(
+        "select_blocks_q16k4", "SelectBlocks", "index_nvfp4", "score_singly", {**pipelines.SELECT, "topk": 64}
+    ),
+}  # fmt: skip
 DECODERS = 3
 __all__ = ["formats"]  # a fixture
 
@@ -41,11 +54,11 @@ class Ring(Stages):
 
 
 class DecodingChip(Chip):
-    """A CTA of decode_score whose keys are decoded."""
+    """A CTA of an indexer whose keys are decoded."""
 
-    def __init__(self, seed: int, change: Callable[[Table], Table]) -> None:
+    def __init__(self, case: Case, seed: int, change: Callable[[Table], Table]) -> None:
         pipelines.warpgroups.Chip.__init__(self, 2, pipelines.WARPS, 32, seed)
-        self.case, self.reduced, self.products = CASE, pipelines.defaultdict(list), {}
+        self.case, self.reduced, self.products = case, pipelines.defaultdict(list), {}
         chip = self
 
         class Right:
@@ -54,8 +67,8 @@ class DecodingChip(Chip):
             has_global = False
             groups = 4
 
-            def __init__(self, name: str, table: Table, *_shape: int) -> None:
-                self.name, self.table = name, table
+            def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
+                self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
                 self.blocks = types.SimpleNamespace(boxes_of=lambda raw, _stages: raw)
 
             def decode_rows(self, raw: Stage, tile: Stage, scales: Stage, _order: int, _member: int, _all: int) -> None:
@@ -85,24 +98,29 @@ class DecodingChip(Chip):
             parts=lambda *shape, **roles: operand["parts"](*shape, "bfloat16", **roles, **group),
         )  # fmt: skip
         operand["IndexKeys"].element = 2
-        module = load(generated_dir() / f"cutedsl/sm90/{CASE.file}.py", **names, index_key=keys, maxima=Anything())
-        self.kernel = module[CASE.name](**CASE.dims)
+        names |= {"index_key": keys, "maxima": Anything()}
+        names |= load(HELPERS / "indexer.py", **names)
+        module = load(generated_dir() / f"cutedsl/sm90/{case.file}.py", **names)
+        module["CONSUMERS"] = 1
+        self.kernel = module[case.name](**case.dims)
         self.table = self.kernel.cta
         self.kernel.cta = self.kernel.keys.table = change(self.table)
-        self.kernel.keys.layouts = dict
+        self.kernel.layouts = self.kernel.keys.layouts = dict
+        self.kernel.query_boxes = self.query_boxes
+        self.kernel.finish_pair = lambda *_what: None
 
     def go(self) -> None:
-        size = self.table.buffers["k_raw"].stage_bytes
-        stored = types.SimpleNamespace(atom=(size, lambda row: row // 64), rows=None, scales=None)
         first = self.table.first_warp("decoder")
         if first <= self.warp < first + DECODERS:
             memory, names = Rings(self), tables(self)
             buffers = names["make_buffers"](self.kernel.cta, memory, {})
             held = self.kernel.keys.held(buffers, names["make_barriers"](self.kernel.cta, memory, ()))
-            units = sum(len(blocks) for _, blocks in RUN)
+            units = pipelines.BLOCKS
+            if self.case.name == "DecodeScore":
+                units = sum(len(blocks) for _, blocks in RUN)
             self.kernel.keys.decode_blocks(held, units, self.warp - first, DECODERS)
         else:
-            self.decode(stored, self.warp, self.table.first_warp("producer"))
+            super().go()
 
 
 class Rings(Memory):
@@ -115,17 +133,16 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines, "Memory", Rings)
 
 
-def check(seed: int, change: Callable[[Table], Table] = lambda table: table) -> None:
-    chip = DecodingChip(seed, change)
-    chip.run(chip.go)
-    wanted = [(block, pipelines.FAR * request + block) for request, blocks in RUN for block in blocks]
-    assert chip.reduced == {warp: wanted for warp in range(pipelines.WARPS)}
+def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table: table) -> None:
+    chip = DecodingChip(CASES[name], seed, change)
+    pipelines.check_reduced(chip)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.drawn(2)
-def test_every_consumer_reduces_every_block(seed: int) -> None:
-    check(seed)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.drawn(3)
+def test_every_consumer_reduces_every_block(name: str, seed: int) -> None:
+    check(name, seed)
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,12 +156,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(3)
-def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn(4)
+def test_a_table_that_does_not_fit_the_roles(name: str, fault: str) -> None:
     pipeline, changes = FAULTS[fault]
     with pytest.raises((Deadlock, AssertionError)):
         for seed in range(4):
-            check(seed, lambda table: changed(table, pipeline, **changes))
+            check(name, seed, lambda table: changed(table, pipeline, **changes))
 
 
 def side(name: str, dim: int, block: int = 64) -> Any:

@@ -232,7 +232,7 @@ class Chip(warpgroups.Chip):
                 self.reduced[self.warp].append((block, product.value))
 
     def go(self) -> None:
-        stage = self.table.buffers["k_tiles"].stage_bytes
+        stage = self.table.buffers["k_raw" if "k_raw" in self.table.buffers else "k_tiles"].stage_bytes
         stored = types.SimpleNamespace(atom=(stage, lambda row: row // 64), rows=None, scales=None)
         kernel, warp = self.kernel, self.warp
         producer, first_idle = self.table.first_warp("producer"), self.table.first_warp("producer") + 1
@@ -285,8 +285,12 @@ class _QueryBoxes:
 
 def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table: table) -> None:
     """Every consumer warp reduces every block of keys, as often as there are tiles and heads."""
-    case = CASES[name]
-    chip = Chip(case, seed, change)
+    check_reduced(Chip(CASES[name], seed, change))
+
+
+def check_reduced(chip: Chip) -> None:
+    """The same of a CTA that is there."""
+    case = chip.case
     chip.run(chip.go)
     if case.name == "DecodeScore":
         wanted = [(block, FAR * request + block) for request, blocks in RUN for block in blocks]

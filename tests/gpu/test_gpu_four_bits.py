@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -185,6 +186,10 @@ def test_nothing_is_copied_and_a_graph_reads_new_bytes(op: str, dsl: str, name: 
 
 
 INDEXERS = {"q16k4": "nvfp4", "q16kmx4": "mxfp4"}
+SCORERS: dict[tuple[str, str], set[str]] = defaultdict(set)  # operators by DSL and format
+for _cell in default_registry().cells:
+    if _cell.target == "sm90" and _cell.precision in INDEXERS:
+        SCORERS[_cell.dsl, INDEXERS[_cell.precision]].add(_cell.op)
 each_indexer = pytest.mark.parametrize(
     ("dsl", "name"),
     sorted(
@@ -219,6 +224,8 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
     wanted = reference.index_score(idx_q.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
     assert torch.equal(ops.decode_score(idx_q, idx_k, backend=dsl, **given.where), found)
+    if "index_score" in SCORERS[dsl, name]:
+        assert torch.equal(ops.index_score(idx_q, idx_k, backend=dsl, **given.where), found)
     # A group that is NaN takes its key out; a block of such keys has the score of none.
     scale = idx_k.scale.view(torch.uint8)
     places = given.where["page_table"][0, :2].long() if layout != "flat" else slice(0, block)
@@ -226,6 +233,22 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
     hidden = ops.decode_score(idx_q, idx_k, backend=dsl, **given.where)
     first = given.request == 0
     assert (hidden[:, first, 0] == -torch.inf).all() and torch.equal(hidden[:, ~first], found[:, ~first])
+
+
+@each_indexer
+@pytest.mark.parametrize("layout", ["flat", "linear"])
+@pytest.mark.parametrize("heads_per_group", [1, 2, 4])
+def test_selections_are_those_of_its_scores(dsl: str, name: str, layout: str, heads_per_group: int) -> None:
+    """Products add up in one order in all kernels of a DSL, but scores that are scaled may tie where others do not."""
+    if "select_blocks" not in SCORERS[dsl, name]:
+        pytest.skip(f"select_blocks has no kernel of {name} in {dsl}")
+    given = Drawn("sparse_decode", "nvfp4", layout)
+    idx_q, idx_k = index_keys(given, name, layout != "flat", 128)
+    where = {"num_kv_heads": 4 // heads_per_group, **given.where}
+    found = ops.select_blocks(idx_q, idx_k, TOPK, backend=dsl, **where)
+    scores = ops.decode_score(idx_q, idx_k, backend=dsl, **given.where)
+    of_scores = {each: value for each, value in where.items() if each != "page_table"}
+    assert (found == reference.topk_select(scores, TOPK, **of_scores)).float().mean() > 0.999
 
 
 @each_indexer

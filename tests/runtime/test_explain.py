@@ -155,6 +155,6 @@ def test_a_flag_that_no_call_has(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_precision_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "index_score", "--device", "sm90", "--precision", "nvfp4"]) == 2
-    assert "--precision nvfp4: index_score has no kernels of it, only of bf16, fp8" in capsys.readouterr().err
+    assert cli.main(["explain", "index_kl", "--device", "sm90", "--precision", "nvfp4"]) == 2
+    assert "--precision nvfp4: index_kl has no kernels of it, only of bf16" in capsys.readouterr().err
     assert cli.main(["explain", "topk_select", "--device", "sm90", "--precision", "fp8"]) == 0

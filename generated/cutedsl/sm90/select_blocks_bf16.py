@@ -133,14 +133,30 @@ class SelectBlocks(Indexer):
 
     @cute.jit
     def __call__(
-        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
-        use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
-    ):  # fmt: skip
+        self,
+        idx_q: cute.Tensor,
+        idx_k: cute.Tensor,
+        page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,
+        q_positions: cute.Tensor,
+        out: cute.Tensor,
+        use_seqused: Int32,
+        use_positions: Int32,
+        init_blocks: Int32,
+        local_blocks: Int32,
+        order: Int32,
+        stream,
+    ):
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
         self.kernel(
-            self.described(idx_q), self.keys.stored(idx_k), page_table, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            q_positions, out, use_seqused, use_positions, init_blocks, local_blocks, order,
+            self.described(idx_q),
+            self.keys.stored(
+                idx_k,
+            ),
+            page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused, use_positions,
+            init_blocks, local_blocks, order,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel

@@ -40,9 +40,13 @@ def index_score(
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads, total_q,
     max_blocks] float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf
     for a block without one.
-    # % if precision.scale
+    # % if "key_scales" in plan.variants
     Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups, and are decoded. Products are multiplied by q_scale [total_q,
+    num_index_heads], where it is to be used, and by the first element of the keys' global scale, if they have one.
     # % endif
 
     Returns the entry point and stand-ins for its arguments.
@@ -65,7 +69,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
         roles=roles_of(
             CONSUMERS,
             "64 query rows a warpgroup: S = Q K^T for two KV blocks in turn, row maxima, stores",
-            ("filler", "-inf for the blocks that no row of the tile sees"),
+            ("filler", "-inf for the blocks that no row of the tile sees"),  # % if not precision.decoded
+            ("decoder", "makes tiles of the bytes that come, and fills unseen blocks"),  # % if precision.decoded
             PRODUCER_REGISTERS,
             CONSUMER_REGISTERS,
         ),
@@ -84,7 +89,7 @@ class IndexScore(Indexer):
 
     The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to 16i+15;
     their maxima gather in shared memory, 32 blocks a row, and leave as whole 128-byte lines.
-    # % if precision.scale
+    # % if "key_scales" in plan.variants
 
     Scales of queries, and one that all keys share, multiply a maximum before it is gathered. Where each key has a scale
     (key_scales) it multiplies the products as they are reduced, and a stage of keys is freed behind that; else a stage
@@ -140,7 +145,8 @@ class IndexScore(Indexer):
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        producer, filler = self.cta.first_warp("producer"), self.cta.first_warp("filler")
+        producer, filler = self.cta.first_warp("producer"), self.cta.first_warp("filler")  # % if not precision.decoded
+        producer, filler = self.cta.first_warp("producer"), self.cta.first_warp("decoder")  # % if precision.decoded
         buffers, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
         sQ, gathered = buffers["queries"], buffers["gathered"]
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
@@ -156,6 +162,7 @@ class IndexScore(Indexer):
                         mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
                     )
                 else:
+                    self.keys.decode_blocks(held, num_blocks, warp - filler, WARPS - 1)  # % if precision.decoded
                     self.fill_unseen(warp - filler, head, first_token, end_token, scored, out)
             else:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -180,7 +187,8 @@ class IndexScore(Indexer):
             while block < Int32(out.shape[2]):
                 row[block] = -Float32.inf
                 block = block + WARP
-            token = token + self.cta.roles["filler"].warps
+            token = token + self.cta.roles["filler"].warps  # % if not precision.decoded
+            token = token + WARPS - 1  # % if precision.decoded
 
     @cute.jit
     def consume(

@@ -23,6 +23,7 @@ STAGES = 3  # <- tile.stages
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
+MOST_HEADS = 2  # beside whose queries so many stages have room, and their bytes  # % if precision.decoded
 
 
 def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: int, pages_per_block: int):
@@ -31,6 +32,10 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups, and are decoded. A global scale ranks no block before another
+    and is not read: it is positive.
+    # % endif
 
     Returns the entry point and stand-ins for its arguments.
     """
@@ -42,12 +47,19 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
 def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
     """What a thread block is made of."""
     queries = queries_of(CONSUMERS, heads_per_group, head_dim, index_key.multiplied())
+    # % if not precision.decoded
     keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"))
+    # % endif
+    # % if precision.decoded
+    stages = STAGES if heads_per_group <= MOST_HEADS else STAGES - 1
+    keys = index_key.parts("k", head_dim, block_size, stages, producer="producer", freed=warps("consumer"))
+    # % endif
     return Table(
         roles=roles_of(
             CONSUMERS,
             "64 query rows a warpgroup: S = Q K^T for two KV blocks in turn, row maxima, top-k lists",
-            ("idle", "nothing"),
+            ("idle", "nothing"),  # % if not precision.decoded
+            ("decoder", "makes tiles of the bytes that come"),  # % if precision.decoded
             PRODUCER_REGISTERS,
             CONSUMER_REGISTERS,
         ),
@@ -72,16 +84,39 @@ class SelectBlocks(Indexer):
         super().__init__(table, keys, CONSUMERS, heads_per_group)
         self.topk = topk
 
+    # % if precision.decoded
+    def arguments(self, out_element, scalars):
+        """The same but for scales of queries, which have none."""
+        idx_q, _, *others = super().arguments(out_element, scalars)
+        return idx_q, *others
+
+    # % endif
     @cute.jit
     def __call__(
-        self, idx_q: cute.Tensor, idx_k: cute.Tensor, page_table: cute.Tensor, cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor, seqused_k: cute.Tensor, q_positions: cute.Tensor, out: cute.Tensor,
-        use_seqused: Int32, use_positions: Int32, init_blocks: Int32, local_blocks: Int32, order: Int32, stream,
-    ):  # fmt: skip
+        self,
+        idx_q: cute.Tensor,
+        idx_k: cute.Tensor,  # <- tensors of operands.index_key
+        page_table: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,
+        q_positions: cute.Tensor,
+        out: cute.Tensor,
+        use_seqused: Int32,
+        use_positions: Int32,
+        init_blocks: Int32,
+        local_blocks: Int32,
+        order: Int32,
+        stream,
+    ):
         """Launch. An absent tensor is any other of its rank and type; order counts as in topk.emit."""
         self.kernel(
-            self.described(idx_q), self.keys.stored(idx_k), page_table, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            q_positions, out, use_seqused, use_positions, init_blocks, local_blocks, order,
+            self.described(idx_q),
+            self.keys.stored(
+                idx_k,  # <- tensors of operands.index_key
+            ),
+            page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused, use_positions,
+            init_blocks, local_blocks, order,
         ).launch(**self.launch(out.shape[0], idx_q, cu_seqlens_q), stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -93,7 +128,8 @@ class SelectBlocks(Indexer):
         thread, _, _ = cute.arch.thread_idx()
         head, slot_reversed, slots = head_and_place(out.shape[0])
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        producer, idle = self.cta.first_warp("producer"), self.cta.first_warp("idle")
+        producer, idle = self.cta.first_warp("producer"), self.cta.first_warp("idle")  # % if not precision.decoded
+        producer, idle = self.cta.first_warp("producer"), self.cta.first_warp("decoder")  # % if precision.decoded
         buffers, held, q_full = self.prepare(SmemAllocator(), (mQ.atom, *self.keys.atoms(stored)))
         sQ = buffers["queries"]
         request, first_token, end_token, length, first_limit, num_blocks = self.find_tile(
@@ -107,6 +143,10 @@ class SelectBlocks(Indexer):
                     self.produce(
                         mQ, sQ, q_full, stored, held, page_table, cu_seqlens_k, head, request, first_token, num_blocks
                     )
+                # % if precision.decoded
+                else:
+                    self.keys.decode_blocks(held, num_blocks, warp - idle, self.cta.roles["decoder"].warps)
+                # % endif
             else:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 group = warp // 4
