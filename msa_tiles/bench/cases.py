@@ -16,12 +16,14 @@ _INDEXER = ("index_score", "topk_select", "select_blocks")
 _LONGEST = "chunk8k_1m"
 _SHORT = {"prefill_4k": (4096, 4096), "prefill_8k": (8192, 8192)}
 _SWEEP = {
+    "prefill_16k": (1 << 14, 1 << 14),
+    "prefill_64k": (1 << 16, 1 << 16),
     "chunk8k_32k": (8192, 1 << 15),
     "chunk8k_128k": (8192, 1 << 17),
     "chunk8k_512k": (8192, 1 << 19),
     "chunk512_100k": (512, 102400),
 }
-"""Context lengths beside those that the specs tune for: the shortest, and the last queries of growing prompts."""
+"""Context lengths beside those that the specs tune for: whole prompts, and the last queries of growing ones."""
 _SWEPT = ("select_blocks", "sparse_attention")
 """The operators that a whole prefill is made of."""
 

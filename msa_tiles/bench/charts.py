@@ -1,8 +1,4 @@
-"""Charts of results: speed-up against context length, and every operator under the card's roofline.
-
-Drawn with matplotlib on an opaque ground, so that a light page and a dark one show the same picture. The same rows give
-the same bytes.
-"""
+"""Charts of results: speed-up and a layer's time against context length, every operator under the card's roofline."""
 
 from __future__ import annotations
 
@@ -12,16 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msa_tiles.bench import cases, labels, rows
+from msa_tiles.bench import canvas, cases, labels, layer_chart, rows
+from msa_tiles.bench.canvas import BLUE, FAINT, GREEN, GROUND, INK, ORANGE
 from msa_tiles.bench.operators import BENCHMARKS
+from msa_tiles.bench.points import context_of, fastest, first_of
 from msa_tiles.bench.precisions import BF16
 from msa_tiles.bench.precisions import group as group_of
 from msa_tiles.bench.rows import Row
 from msa_tiles.spec.model import DSLS, Device
 from msa_tiles.spec.work import Work
 
-GROUND, INK, FAINT, GRID = "#ffffff", "#1f2328", "#656d76", "#d8dee4"
-BLUE, ORANGE, GREEN = "#0969da", "#bc4c00", "#1a7f37"
 DSL_STYLES = {"tilelang": ("TileLang", BLUE, "o"), "cutedsl": ("CuTe DSL", ORANGE, "D")}
 GROUPS = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4", "fp4": "FP4"}
 ROOFLINES = {"": ("bf16", "fp8"), "_4bit": ("nvfp4", "fp4")}
@@ -49,9 +45,6 @@ SHOWN = (
 """Which case stands for an operator in the roofline: the first of these that was timed."""
 
 WHOLE, LAST = "whole prompt", "last 8K queries"
-DPI = 150
-SETTINGS: dict[Any, Any] = {"svg.hashsalt": "msa_tiles", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
-"""Of matplotlib, beside its defaults: bytes that depend on the rows alone, and letters that need no font."""
 
 
 def available() -> bool:
@@ -65,7 +58,7 @@ def draw(results: Iterable[Row], directory: Path) -> list[Path]:
     """Write the charts that the rows suffice for, each as PNG and SVG; a set of its own for each card."""
     import matplotlib
 
-    with matplotlib.rc_context(), matplotlib.rc_context(matplotlib.rcParamsDefault | SETTINGS):
+    with matplotlib.rc_context(), matplotlib.rc_context(matplotlib.rcParamsDefault | canvas.SETTINGS):
         return _draw(list(results), directory)
 
 
@@ -82,15 +75,20 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
             series = {op: speed_ups(latest, op, group, current) for op in DENSE}
             if any(len(points) > 1 for one in series.values() for points in one.values()):
                 used = [point.row for one in series.values() for points in one.values() for point in points]
-                note = _note(card, used, current, GROUPS[group])
-                written += _save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
+                note = canvas.note(card, used, current, GROUPS[group])
+                written += canvas.save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
+            layer = {op: layer_chart.lines(latest, op, group, current) for op in layer_chart.PANELS}
+            if any(layer.values()):
+                used = [point.row for one in layer.values() for points in one.values() for point in points]
+                note = canvas.note(card, used, current, GROUPS[group])
+                written += canvas.save(layer_chart.figure(layer, note), directory / f"layer_time{tail}")
         device = cases.device_of(card)
         for tail, groups in ROOFLINES.items():
             points = roofline_points(latest, groups)
             if device is not None and points:
                 used = [point.row for point in points]
-                note = _note(card, used, current)
-                written += _save(_roofline_figure(points, device, note), directory / f"roofline{tail}{suffix}")
+                note = canvas.note(card, used, current)
+                written += canvas.save(_roofline_figure(points, device, note), directory / f"roofline{tail}{suffix}")
     return written
 
 
@@ -111,26 +109,19 @@ Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
 def speed_ups(latest: Mapping[rows.Key, Row], op: str, group: str, current: frozenset[str]) -> Lines:
     """The lines of an operator in the first precision of a group, of our faster DSL in each case."""
     found: dict[tuple[str, str], list[SpeedUp]] = {}
-    precision = next(name for name in BENCHMARKS[op].precisions if group_of(name) == group)
+    precision = first_of(op, group)
     for label in BENCHMARKS[op].labels:
-        mine = [latest[key] for dsl in DSLS if (key := (op, label, precision, dsl)) in latest]
-        if not mine:
+        row = fastest(latest, op, label, precision, current)
+        if row is None:
             continue
-        row = min(rows.fresh(mine, current), key=lambda row: row["ms"])
         for kind in _kinds(op, label):
             dense = [peer for peer in DENSE[op] if peer in row["baselines"]]
-            fastest = min(dense, key=row["baselines"].__getitem__, default=None)
-            for name, peer in (("dense", fastest), ("vllm", "vllm")):
+            quickest = min(dense, key=row["baselines"].__getitem__, default=None)
+            for name, peer in (("dense", quickest), ("vllm", "vllm")):
                 if peer is not None and peer in row["baselines"]:
                     point = SpeedUp(context_of(op, label), row["baselines"][peer] / row["ms"], peer, row)
                     found.setdefault((kind, name), []).append(point)
     return {key: sorted(points, key=lambda point: point.context) for key, points in found.items()}
-
-
-def context_of(op: str, label: str) -> int:
-    """Keys of a request."""
-    case = BENCHMARKS[op].find(label)
-    return case.keys if hasattr(case, "keys") else case.num_k
 
 
 def _kinds(op: str, label: str) -> Sequence[str]:
@@ -189,7 +180,7 @@ def roofline_points(latest: Mapping[rows.Key, Row], groups: Collection[str]) -> 
 
 def _speed_up_figure(series: Mapping[str, Lines], note: str) -> Any:
     """Prefill beside decode, on one scale."""
-    figure, axes = _figure("Speed-up by context length", [note], columns=2)
+    figure, axes = canvas.figure("Speed-up by context length", [note], columns=2)
     ratios = [point.ratio for lines in series.values() for points in lines.values() for point in points]
     # The legend stands in the upper left, above the lines.
     bottom, top = min(-0.8, math.log2(min(ratios)) - 0.6), max(4.0, math.log2(max(ratios))) + 2.2
@@ -198,15 +189,13 @@ def _speed_up_figure(series: Mapping[str, Lines], note: str) -> Any:
         for (kind, name), points in series[op].items():
             _draw_line(axis, kind, name, points)
         axis.axhline(1, color=FAINT, linewidth=1)
-        axis.set_xscale("log", base=2)
+        canvas.contexts(axis, [1 << n for n in (13, 15, 17, 19, 20)])
         axis.set_yscale("log", base=2)
         axis.set_xlim(2**12.6, 2**21.1)
         axis.set_ylim(2**bottom, 2**top)
-        axis.set_xticks([1 << n for n in (13, 15, 17, 19, 20)], labels=["8K", "32K", "128K", "512K", "1M"])
         ticks = range(math.ceil(bottom), math.floor(top) + 1)
         axis.set_yticks([2.0**n for n in ticks], labels=[f"{2.0**n:g}x" for n in ticks])
         axis.minorticks_off()
-        axis.set_xlabel("context length, tokens")
         if series[op]:
             axis.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK, handlelength=2.8)
         else:
@@ -253,7 +242,7 @@ def _line_name(name: str, kind: str, points: Sequence[SpeedUp]) -> str:
 
 def _roofline_figure(points: Sequence[RooflinePoint], device: Device, note: str) -> Any:
     cases_shown = ", ".join(dict.fromkeys(point.row["case"] for point in points))
-    figure, (axis,) = _figure(
+    figure, (axis,) = canvas.figure(
         "Operators under the roofline", [note, f"{cases_shown}; in percent: of what the roofline allows"], columns=1
     )
     figure.subplots_adjust(right=0.86)
@@ -326,47 +315,3 @@ def _name_points(figure: Any, axis: Any, points: Sequence[RooflinePoint], device
         name = op if precision == BF16 else f"{op} {GROUPS[group_of(precision)]}"
         words = f"{name}  {100 * point.share(device):.0f}%"
         labels.place(figure, axis, words, (point.intensity, point.tflops), taken, fontsize=9, color=INK, zorder=4)
-
-
-def _figure(title: str, notes: Sequence[str], columns: int) -> tuple[Any, Sequence[Any]]:
-    """A figure with its title, lines of notes below it, and empty axes side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.4), dpi=DPI, facecolor=GROUND)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(1, columns, squeeze=False, sharey=True)
-    figure.subplots_adjust(left=0.075, right=0.98, top=0.81, bottom=0.11, wspace=0.06)
-    figure.text(0.02, 0.945, title, fontsize=15, fontweight="bold", color=INK)
-    for line, note in enumerate(notes):
-        figure.text(0.02, 0.905 - 0.035 * line, note, fontsize=9.5, color=FAINT)
-    for axis in grid[0]:
-        axis.set_facecolor(GROUND)
-        axis.grid(color=GRID, linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.tick_params(which="both", colors=FAINT, length=0)
-        axis.xaxis.label.set_color(INK)
-        axis.yaxis.label.set_color(INK)
-        for side, spine in axis.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(FAINT)
-    return figure, list(grid[0])
-
-
-def _note(card: str, used: Sequence[Row], current: frozenset[str], precision: str = "") -> str:
-    """Card, days, and what else a reader must know of the figures."""
-    dates = sorted({row["date"] for row in used})
-    parts = [card, dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}", precision]
-    parts.append("MiniMax M3 shape: 64 query, 4 KV, 4 index heads, 16 blocks of 128 keys")
-    if any(rows.is_stale(row, current) for row in used):
-        parts.append("some kernels have changed since")
-    return " · ".join(part for part in parts if part)
-
-
-def _save(figure: Any, stem: Path) -> list[Path]:
-    written = []
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-        path = stem.with_name(f"{stem.name}.{kind}")
-        figure.savefig(path, dpi=DPI, metadata=metadata, facecolor=GROUND)
-        written.append(path)
-    return written

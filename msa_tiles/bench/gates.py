@@ -88,7 +88,7 @@ GATES = (
     *(Gate("sparse_decode", case, _OWN_FP8, 1.0, 1.0, _Q16KV4) for case in ("decode_128k_b32", "decode_1m_b8")),
     *(
         Gate("server_prefill", case, _VLLM, 2.3, 2.8, precision)
-        for case in ("prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u")
+        for case in ("prefill_16k_u", "prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u")
         for precision in SERVED
     ),
     *(

@@ -183,7 +183,7 @@ def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
             console.say(f"wrote {path}")
         if not drawn:
             console.complain(
-                "no chart: it takes prefill or msa_decode rows of several lengths, or rows with a roofline"
+                "no chart: it takes prefill, msa_decode or server_* rows of several lengths, or rows with a roofline"
             )
     if not args.gates:
         return True

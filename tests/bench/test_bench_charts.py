@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 import pytest
 from invented import DAY, H100, everything, row
 
-from msa_tiles.bench import cases, charts, labels, precisions, rows
+from msa_tiles.bench import canvas, cases, charts, labels, precisions, rows
 from msa_tiles.bench.charts import LAST, WHOLE
 from msa_tiles.bench.operators import BENCHMARKS
 
@@ -23,11 +23,9 @@ def drawn(tmp_path_factory):
 
 
 def test_each_chart_is_a_png_and_an_svg(drawn):
-    assert [path.name for path in drawn] == [
-        f"{name}.{kind}"
-        for name in ("speed_up", "speed_up_fp8", "speed_up_nvfp4", "speed_up_fp4", "roofline", "roofline_4bit")
-        for kind in ("png", "svg")
-    ]
+    speed_ups = ("speed_up", "layer_time", "speed_up_fp8", "layer_time_fp8", "speed_up_nvfp4", "speed_up_fp4")
+    names = (*speed_ups, "roofline", "roofline_4bit")
+    assert [path.name for path in drawn] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
     for path in drawn:
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG\r\n")
@@ -55,7 +53,7 @@ def test_speed_ups_are_of_the_faster_dsl_in_order_of_context():
     lines = charts.speed_ups(latest, "prefill", "bf16", NOW)
     assert set(lines) == {(kind, peer) for kind in (WHOLE, LAST) for peer in ("dense", "vllm")}
     whole = lines[WHOLE, "dense"]
-    assert [point.context for point in whole] == [4 * K, 8 * K, 32 * K, 128 * K]
+    assert [point.context for point in whole] == [4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K]
     assert [point.context for point in lines[LAST, "vllm"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
     assert all(point.ratio == pytest.approx(30 / 1.6) and point.peer == "fa4" for point in whole)
     decode = charts.speed_ups(latest, "msa_decode", "bf16", NOW)
@@ -97,7 +95,7 @@ def written(monkeypatch):
         texts.extend(text.get_text() for text in figure.findobj(Text))
         return []
 
-    monkeypatch.setattr(charts, "_save", collect)
+    monkeypatch.setattr(canvas, "save", collect)
     return texts
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -90,11 +90,12 @@ class Inputs:
         return k, v, index_cache, where
 
 
-def find(label: str, op: str = OP) -> Case:
-    """The case `label` at the M3 point. Raises ValueError for an unknown one."""
-    if label not in BATCHES:
-        raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(BATCHES)}")
-    batch, keys = BATCHES[label]
+def find(label: str, op: str = OP, more: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Case:
+    """The case `label` of `BATCHES` and `more`, at the M3 point. Raises ValueError for an unknown one."""
+    batches = {**BATCHES, **more}
+    if label not in batches:
+        raise ValueError(f"--cases: {op} has no case {label!r}; it has {', '.join(batches)}")
+    batch, keys = batches[label]
     point = {"group": 16, "num_kv_heads": 4, "num_index_heads": 4, "head_dim": 128, "block_size": PAGE, "topk": 16}
     return Case(label, batch, keys, point, op)
 
@@ -360,8 +361,12 @@ def index_bytes(case: Case, precision: str) -> int:
     return int(bits * case.batch * case.keys * case["head_dim"]) // 8
 
 
+def step_work(case: Case, precision: str) -> list[Work]:
+    return [score_work(case, precision), attention_work(case, precision)]
+
+
 def work(label: str, precision: str) -> list[Work]:
-    return [score_work(find(label), precision), attention_work(find(label), precision)]
+    return step_work(find(label), precision)
 
 
 def prepare(case: Case, device: torch.device, precision: str) -> Bench:

@@ -20,9 +20,19 @@ from msa_tiles.bench.operators import decode, prefill
 from msa_tiles.bench.timing import Call
 from msa_tiles.compat import vllm
 from msa_tiles.compat.vllm import steps
+from msa_tiles.spec.work import Work
 
 PREFILL, DECODE = "server_prefill", "server_decode"
 LOCAL_BLOCKS = 1
+SWEEP = {
+    "decode_8k_b1": (1, 1 << 13),
+    "decode_32k_b1": (1, 1 << 15),
+    "decode_512k_b1": (1, 1 << 19),
+    "decode_8k_b32": (32, 1 << 13),
+    "decode_32k_b32": (32, 1 << 15),
+    "decode_512k_b32": (32, 1 << 19),
+}
+"""Requests and keys beside `decode.BATCHES`: a sweep of the context length for one request and for 32, as for eight."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,14 @@ def find_prefill(label: str) -> cases.Case:
     return dataclasses.replace(prefill.find(label), op=PREFILL)
 
 
+def find_decode(label: str) -> decode.Case:
+    return decode.find(label, DECODE, SWEEP)
+
+
+def decode_work(label: str, precision: str) -> list[Work]:
+    return decode.step_work(find_decode(label), precision)
+
+
 BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         PREFILL,
@@ -125,10 +143,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     Benchmark(
         DECODE,
-        tuple(decode.BATCHES),
-        functools.partial(decode.find, op=DECODE),
+        (*decode.BATCHES, *SWEEP),
+        find_decode,
         prepare_decode,
-        decode.work,
+        decode_work,
         decode.PARTS,
         precisions.SERVED,
     ),
