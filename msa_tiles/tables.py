@@ -1,7 +1,7 @@
 """Reads what a kernel file says of its thread block, its function `cta`, without the DSL that the file imports.
 
-Of a file count its constants and the functions marked with `declares`; of what these name among its imports, the
-table's vocabulary (msa_tiles.dsl.table), and helpers and operands, which are read likewise.
+Of a file count its constants and the functions marked with `declares`; of what these, or its `__all__`, name among its
+imports, the table's vocabulary (msa_tiles.dsl.table), and helpers and operands, which are read likewise.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _declared(text: str) -> _Declared:
     nodes = ast.parse(text).body
     kept = [node for node in nodes if _is_constant(node) or _is_marked(node)]
     used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
+    used.update(*(ast.literal_eval(node.value) for node in kept if isinstance(node, ast.Assign) and _exports(node)))
     imports = [
         (node.module or "", alias.name, alias.asname or alias.name)
         for node in nodes
@@ -103,6 +104,10 @@ def _is_constant(node: ast.stmt) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _exports(node: ast.Assign) -> bool:
+    return [ast.unparse(target) for target in node.targets] == ["__all__"]
 
 
 def _is_marked(node: ast.stmt) -> bool:

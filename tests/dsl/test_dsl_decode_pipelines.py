@@ -145,6 +145,14 @@ def names_of(chip: Chip, note: Callable[[Stage, int], None]) -> dict[str, Any]:
     }
 
 
+def decoded_side(names: dict[str, Any]) -> dict[str, Any]:
+    """The left side of e4m3, decoded in registers; where bytes lie in a stage does not matter here."""
+    names = {**names, "aligned": lambda place, *_what: place, "byte_of": lambda *_what: 0, "CHUNK": 16, "Stored": None}
+    shared, storage = (load(HELPERS / f"{name}.py", **names) for name in ("decoded_left", "e4m3_storage"))
+    parts = {"decoded_left": types.SimpleNamespace(**shared), "e4m3_storage": types.SimpleNamespace(**storage)}
+    return load(HELPERS / "e4m3_left.py", **names, **parts, Held=shared["Held"])
+
+
 class Decode(Chip):
     """A CTA of sparse_decode, and what its consumer warps read of keys and values."""
 
@@ -153,7 +161,7 @@ class Decode(Chip):
         self.read: dict[tuple[int, str], list[int]] = defaultdict(list)
         self.table = table
         names = names_of(self, self.note)
-        side = load(HELPERS / "operands" / f"{operand}.py", **names)
+        side = decoded_side(names) if operand == "e4m3" else load(HELPERS / "operands" / f"{operand}.py", **names)
         helpers = load(HELPERS / "shared.py", **names)
         module = load(kernel, **names, key_value=types.SimpleNamespace(**side), make_barriers=None, make_buffers=None)
         self.kernel = object.__new__(module["SparseDecode"])
@@ -170,8 +178,6 @@ class Decode(Chip):
             if operand == "e4m3":
                 left.rows, left.depth = 64, 32  # one ldmatrix
                 left.put = left.prepare = left.clear = lambda *_what: None
-        if operand == "e4m3":
-            side["Left"].take.__globals__.update(aligned=lambda place, *_what: place, byte_of=lambda *_what: 0)
         self.kernel.keys, self.kernel.values = self.sides["k"], self.sides["v"]
         self.module, self.make_barriers = module, helpers["make_barriers"]
 

@@ -1,4 +1,4 @@
-"""e4m3 keys and values in registers (msa_tiles.dsl.cutedsl.operands.e4m3), on the CPU, lane by lane.
+"""e4m3 keys, values and queries in 16 bits (msa_tiles.dsl.cutedsl.operands.e4m3), on the CPU, lane by lane.
 
 What wgmma makes of the registers is written down here, as the PTX manual has it: register i of a lane holds, of 64 rows
 by 16 columns, the row lane // 4 of its warp, or the one 8 further on for odd i, and the columns 2 (lane % 4) and the
@@ -102,9 +102,8 @@ def e4m3(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setattr(cute, "recast_tensor", lambda tensor, _element: tensor, raising=False)
     monkeypatch.setattr(cute, "make_copy_atom", lambda op, _element: op)
     module = lanes.load(lanes.PACKAGE / "dsl/cutedsl/operands/e4m3.py")
-    monkeypatch.setitem(
-        module.__dict__, "warp", types.SimpleNamespace(LdMatrix8x8x16bOp=lambda transposed, _count: transposed)
-    )
+    of_warps = types.SimpleNamespace(LdMatrix8x8x16bOp=lambda transposed, _count: transposed)
+    monkeypatch.setitem(lanes.helper("decoded_left").__dict__, "warp", of_warps)
     return module
 
 
@@ -117,7 +116,7 @@ def memory(values: Tensor, bits: int) -> SharedMemory:
 @pytest.mark.parametrize(("name", "dtype"), [("decode_f16", torch.float16), ("decode_bf16", torch.bfloat16)])
 def test_all_codes(e4m3: types.ModuleType, name: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    decode = getattr(e4m3, name)
+    decode = getattr(lanes.helper("decoding"), name)
     found = torch.cat([halves(w, dtype) for word in codes.view(torch.int32).tolist() for w in decode(Int32(word))])
     wanted = codes.view(FP8).float()
     assert wanted.isnan().sum() == 2
@@ -158,9 +157,10 @@ def test_a_block(e4m3: types.ModuleType, transposed: bool, rows: int, head_dim: 
     raw = memory(torch.stack([swizzled(block) for block in codes]), 8)
     side = object.__new__(e4m3.Left)
     side.block_size, side.head_dim, side.transposed, side.threads = rows, head_dim, transposed, THREADS
+    side.token_scales = 0
     side.rows, side.depth = (head_dim, rows) if transposed else (rows, head_dim)
     dtype = torch.float16 if transposed else torch.bfloat16
-    side.element = e4m3.cutlass.Float16 if transposed else e4m3.cutlass.BFloat16
+    side.element = lanes._CUTLASS.Float16 if transposed else lanes._CUTLASS.BFloat16
     freed: Any = []
     tiles = lanes.Tensor(raw, 0, (2, rows, head_dim), (rows * head_dim, head_dim, 1))
     held = e4m3.Held(tiles, None, Pointer(freed, 0), Pointer(freed, 0))

@@ -109,7 +109,7 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
     monkeypatch.setattr(cute, "recast_tensor", lambda tensor, _element: tensor, raising=False)
     monkeypatch.setattr(cute, "make_copy_atom", lambda op, *_rest, **_more: op if isinstance(op, tuple) else None)
     of_warps = types.SimpleNamespace(LdMatrix8x8x16bOp=lambda transposed, _count: (transposed,))
-    monkeypatch.setitem(lanes.helper("packed_left").__dict__, "warp", of_warps)
+    monkeypatch.setitem(lanes.helper("decoded_left").__dict__, "warp", of_warps)
     monkeypatch.setitem(lanes.helper("packed").__dict__, "cpasync", types.SimpleNamespace(CopyG2SOp=lambda: None))
     return {name: lanes.helper(f"operands.{name}") for name in GROUPS}
 
@@ -326,7 +326,12 @@ def test_a_block_on_the_right_side(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("pages_per_block", "layout"), [(0, "linear"), (1, "linear"), (4, "interleaved")])
 def test_scales_are_copied(
-    formats: dict[str, types.ModuleType], name: str, dim: int, pages_per_block: int, layout: str
+    formats: dict[str, types.ModuleType],
+    name: str,
+    dim: int,
+    pages_per_block: int,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order that memory has, of one head among several, of pages out of order and of one that is not there."""
     side = left(formats[name], name, True, 64, dim)
@@ -350,14 +355,21 @@ def test_scales_are_copied(
     )
     target = memory(torch.full((64 * side.groups,), 1, dtype=torch.uint8), 8)
     given = formats[name].Stored(None, None, source, None)
+    arrived: Any = []
+    for who, call in {"thread": "mbarrier_arrive", "copy": "cp_async_mbarrier_arrive_noinc"}.items():
+        monkeypatch.setattr(
+            lanes.ARCH, call, lambda at, who=who: at.memory.append((who, lanes.thread())), raising=False
+        )
 
     def run() -> None:
         numbers = [Int32(page) for page in pages]
-        side.load_scales(given, Int32(row), numbers, Int32(head), Pointer(target, 0))
+        side.load_scales(given, Int32(row), numbers, Int32(head), Pointer(target, 0), Pointer(arrived, 0))
         assert side.order(given) == (1 if layout == "interleaved" else side.groups)
 
     lanes.launch(run, (), (1,), 32)
     assert [int(x) for x in target] == wanted.flatten().tolist()
+    # Copies past registers arrive once they are done; such copies are of at least 4 bytes.
+    assert sorted(arrived) == [("thread" if side.groups < 4 else "copy", lane) for lane in range(32)]
 
 
 def test_a_head_has_a_scale(formats: dict[str, types.ModuleType]) -> None:

@@ -37,7 +37,7 @@ class Packed(Decode):
         class Storage:
             """What both sides of 4-bit formats share, over stand-ins for what lies in memory."""
 
-            groups = 4
+            groups, row_bytes = 4, 32
 
             def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
                 self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
@@ -49,14 +49,19 @@ class Packed(Decode):
             def order(self, _stored: Any) -> int:
                 return 4
 
-            def load_scales(self, *_what: Any) -> None:
+            def load_scales(
+                self, _stored: Any, _row: Any, _pages: Any, _head: Any, _scales: Any, full: Pointer
+            ) -> None:
                 """Their arrival is what counts."""
+                chip.cp_async_mbarrier_arrive_noinc(full)
 
             def fold(self, value: Any, _stored: Any, _head: Any) -> Any:
                 return value
 
         parts = types.SimpleNamespace(Storage=Storage)
-        side = load(HELPERS / "packed_left.py", **names, packed=parts, CODES=2, LEAST_COPY=4, Stored=None)
+        shared = load(HELPERS / "decoded_left.py", **names)
+        more = {"decoded_left": types.SimpleNamespace(**shared), "Held": shared["Held"], "packed": parts}
+        side = load(HELPERS / "packed_left.py", **names, **more, Stored=None)
         helpers = load(HELPERS / "shared.py", **names)
         module = load(KERNEL, **names, key_value=None, make_barriers=None, make_buffers=None)
         self.kernel = object.__new__(module["SparseDecode"])

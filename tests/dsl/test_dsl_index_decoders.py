@@ -66,6 +66,7 @@ class DecodingChip(Chip):
 
             has_global = False
             groups = 4
+            arrive_with_scales = staticmethod(chip.cp_async_mbarrier_arrive_noinc)
 
             def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
                 self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
@@ -85,7 +86,6 @@ class DecodingChip(Chip):
             "index_plain": index_plain,
             "packed_right": packed_right,
             "CODES": 2,
-            "LEAST_COPY": 4,
             "Stored": None,
         }
         operand = load(HELPERS / "packed_index.py", **names, **further)

@@ -201,6 +201,22 @@ def test_a_table_is_read_without_the_dsl(package: Path) -> None:
     assert table_of('"""No table."""\n', package) is None
 
 
+def test_an_operand_of_several_files(package: Path) -> None:
+    """What an operand's `__all__` names is its own, wherever it stands; what it imports besides is not."""
+    (package / "dsl/cutedsl/operands/small.py").rename(package / "dsl/cutedsl/pieces.py")
+    line = "from msa_tiles.dsl.cutedsl.pieces import WARPS, Operand, parts\n"
+    operand = package / "dsl/cutedsl/operands/small.py"
+    operand.write_text(f'{line}\n__all__ = ["WARPS", "Operand", "parts"]\n')
+    table_of_variant = table_of(KERNEL, package)
+    assert table_of_variant is not None
+    assert (table_of_variant(width=8).threads, table_of_variant(width=8).bytes_of("k")) == (96, 32)
+    operand.write_text(f'{line}\n__all__ = ["WARPS", "Operand"]\n')
+    table_of_variant = table_of(KERNEL.replace("STAGES = 2", "STAGES = 3"), package)
+    assert table_of_variant is not None
+    with pytest.raises(TableError, match="no attribute 'parts'"):
+        table_of_variant(width=8)
+
+
 HELPER = '''"""A helper."""
 
 import a_dsl_that_is_not_there

@@ -16,14 +16,13 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from msa_tiles.dsl.cutedsl import tma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.decoding import words_at
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.keys import Blocks
-from msa_tiles.dsl.cutedsl.operands.e4m3 import words_at
 from msa_tiles.dsl.cutedsl.row_scales import page_of
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.table import WARP, buffer, declares
 
-CHUNK = 16  # bytes that ldmatrix takes of a row
 CODES = 2  # in a byte
 TOKENS = 4  # whose scales lie together
 SWIZZLES = {64: (2, 4, 3), 32: (1, 4, 3)}  # of rows of so many bytes
@@ -96,6 +95,11 @@ class Storage:
         self.blocks = Rows(head_dim, block_size, pages_per_block)
         self.element = ELEMENTS[self.multiplied(name)]
 
+    @property
+    def row_bytes(self):
+        """Of a row in shared memory."""
+        return self.head_dim // CODES
+
     def arguments(self, kv_heads):
         """Bytes [total_k, kv_heads, head_dim / 2], or [pages, kv_heads, page, head_dim / 2]; scales [total_k, kv_heads,
         groups], or [pages, kv_heads, page / 4, 4, groups]; those of heads [kv_heads], if there are any.
@@ -134,8 +138,11 @@ class Storage:
         return found
 
     @cute.jit
-    def load_scales(self, stored: Stored, row: Int32, pages, head: Int32, target: cute.Pointer):
-        """Scales of as many bytes as a token has, of which every lane takes some; of rows that nobody sees, any."""
+    def load_scales(self, stored: Stored, row: Int32, pages, head: Int32, target: cute.Pointer, full: cute.Pointer):
+        """Scales of as many bytes as a token has, of which every lane takes some; of rows that nobody sees, any.
+
+        All lanes arrive.
+        """
         lane = cute.arch.lane_idx()
         last = Int32(stored.scales.shape[0]) - 1
         for i in cutlass.range_constexpr(self.block_size // WARP):
@@ -151,6 +158,15 @@ class Storage:
             else:
                 source = stored.scales[cutlass.min(row + token, last), head, None].iterator
             self.copy(source, target + self.groups * token)
+        self.arrive_with_scales(full)
+
+    @cute.jit
+    def arrive_with_scales(self, full: cute.Pointer):
+        """A lane's copies of scales are done, or will be."""
+        if cutlass.const_expr(self.groups < LEAST_COPY):
+            cute.arch.mbarrier_arrive(full)
+        else:
+            cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
     @cute.jit
     def copy(self, source: cute.Pointer, target: cute.Pointer):
@@ -184,8 +200,3 @@ class Storage:
 
 def byte_at(place):
     return Int32(cute.make_tensor(place, cute.make_layout(1))[0])
-
-
-def byte_of(row, chunk, row_bytes):
-    """Where 16 bytes of a row begin in a block of rows of 64 bytes, swizzled by as many, or of 32 bytes likewise."""
-    return row * row_bytes + (chunk ^ row * row_bytes // 128 % (row_bytes // CHUNK)) * CHUNK

@@ -14,7 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from msa_tiles.dsl.cutedsl import packed_right, tma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.operands import index_plain
-from msa_tiles.dsl.cutedsl.packed import CODES, LEAST_COPY, Stored
+from msa_tiles.dsl.cutedsl.packed import CODES, Stored
 from msa_tiles.dsl.cutedsl.pipeline import arrive, following
 from msa_tiles.dsl.cutedsl.row_scales import page_of
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -125,10 +125,7 @@ class IndexKeys(packed_right.Right):
         else:
             tma.load_box(stored.atom, stored.rows, row, 0, boxes[None, None, 0, 0, stage], full)
         self.load_rows(stored, row, pages, held.scales[None, None, stage].iterator)
-        if cutlass.const_expr(self.groups < LEAST_COPY):
-            cute.arch.mbarrier_arrive(full)
-        else:
-            cute.arch.cp_async_mbarrier_arrive_noinc(full)
+        self.arrive_with_scales(full)
 
     @cute.jit
     def load_rows(self, stored: Stored, row: Int32, pages, target: cute.Pointer):

@@ -11,22 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from msa_tiles.dsl.cutedsl import wgmma
+from msa_tiles.dsl.cutedsl import e4m3_ring, wgmma
+from msa_tiles.dsl.cutedsl.decoding import CHUNK, REPEAT, UNIT, byte_of, column_of, words_at
+from msa_tiles.dsl.cutedsl.e4m3_ring import BIAS, MAGNITUDE, MOST_POWER, in_ring, query_parts, ring_parts
 from msa_tiles.dsl.cutedsl.gradients import HIGH
-from msa_tiles.dsl.cutedsl.operands import e4m3
-from msa_tiles.dsl.cutedsl.operands.e4m3 import (
-    BIAS,
-    CHUNK,
-    MAGNITUDE,
-    MOST_POWER,
-    REPEAT,
-    UNIT,
-    byte_of,
-    column_of,
-    words_at,
-)
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
-from msa_tiles.dsl.table import WARP, declares
+from msa_tiles.dsl.table import WARP
 
 TENSORS = ("", "_scale")
 PAIR = 2  # tiles of e4m3 that a tile of queries becomes
@@ -34,29 +24,13 @@ LANES = WARP // REPEAT  # of a row, where a warp has eight of them
 LARGEST = 7  # the exponent of a row's largest value: 448 is the largest e4m3
 UNBOUNDED = 255  # the exponent of what is infinite or NaN
 
-
-@declares
-def ring_parts(stages, *, producer, decoder, readers, token_scales):
-    """As of e4m3: keys that nobody decodes pass the decoders all the same."""
-    return e4m3.ring_parts(stages, producer=producer, decoder=decoder, readers=readers, token_scales=token_scales)
+__all__ = ["TENSORS", "InRing", "in_ring", "query_parts", "ring_parts"]
 
 
-@declares
-def query_parts(rows, *, producer, decoder, readers, token_scales):
-    """As of e4m3: the decoder makes pairs of a tile of queries, in its place."""
-    return e4m3.query_parts(rows, producer=producer, decoder=decoder, readers=readers, token_scales=token_scales)
-
-
-@declares
-def in_ring(name, token_scales):
-    """The element of the ring's tiles."""
-    return e4m3.in_ring(name, token_scales)
-
-
-class InRing(e4m3.InRing):
+class InRing(e4m3_ring.InRing):
     """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands.
 
-    Bytes of keys stay where TMA put them, in the second half of their tile.
+    Bytes of keys stay where TMA put them, in the second half of their tile, and pass the decoders all the same.
     """
 
     def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):
@@ -70,7 +44,7 @@ class InRing(e4m3.InRing):
     def decode_tile(self, tile: cute.Pointer, lane: Int32, member: Int32, members: cutlass.Constexpr, meeting: Int32):
         """Values become float16; keys need nothing."""
         if cutlass.const_expr(self.name == "v"):
-            e4m3.InRing.decode_tile(self, tile, lane, member, members, meeting)
+            e4m3_ring.InRing.decode_tile(self, tile, lane, member, members, meeting)
 
     def product(self, columns):
         """The multiplications of S = Q K^T (wgmma.product)."""

@@ -7,10 +7,10 @@ import cutlass
 from cutlass import Int32
 
 from msa_tiles.dsl.cutedsl import packed_left, packed_right
+from msa_tiles.dsl.cutedsl.decoded_left import Held
+from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
 from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, e8m0_bits, halves, times_bf16
 from msa_tiles.dsl.cutedsl.packed import Stored
-from msa_tiles.dsl.cutedsl.packed_left import Held
-from msa_tiles.dsl.cutedsl.packed_right import HeldRight
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale")

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from msa_tiles.dsl.cutedsl import packed_left, packed_right
+from msa_tiles.dsl.cutedsl.decoded_left import Held
+from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
+from msa_tiles.dsl.cutedsl.decoding import decode_f16, widen
 from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, CODE_F16, POWER_BF16, POWER_F16, both, halves, times_bf16, times_f16
-from msa_tiles.dsl.cutedsl.operands.e4m3 import decode_f16, widen
 from msa_tiles.dsl.cutedsl.packed import Stored
-from msa_tiles.dsl.cutedsl.packed_left import Held
-from msa_tiles.dsl.cutedsl.packed_right import HeldRight
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale", "_global_scale")
