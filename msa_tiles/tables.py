@@ -18,7 +18,7 @@ from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
 from msa_tiles.sources import OPERANDS, PACKAGE, module_file
 
-__all__ = ["Table", "TableError", "constants_of", "describe", "table_of"]
+__all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "table_of"]
 
 NAME = "cta"  # of the function that makes the table
 MARK = "declares"
@@ -48,6 +48,19 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
 def constants_of(file: Path, package: Path = PACKAGE) -> dict[str, Any]:
     """The constants and marked functions of the file of a helper or an operand."""
     return _read(file.read_text(encoding="utf-8"), package)
+
+
+def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
+    """The docstring of the class of this name in a file, or in the helper that the file imports it from, if any."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return ast.get_docstring(node)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                source = module_file(node.module or "", package)
+                if (alias.asname or alias.name) == name and source is not None:
+                    return docstring_of(source, alias.name, package)
+    return None
 
 
 class _Declared(NamedTuple):

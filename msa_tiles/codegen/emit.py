@@ -8,9 +8,12 @@ A skeleton is valid Python with these kinds of marks:
 - operands, `from ….operands import plain as key_value  # <- operands.key_value`: the module is the one that the row
   takes for this role, and `k: cute.Tensor,  # <- tensors of operands.key_value` is written once for each tensor that a
   call passes for it (`k`, `k_scale`);
-- `# <- cta`, a line of a docstring: what the file's function `cta` says of the thread block.
+- `# <- cta`, a line of a docstring: what the file's function `cta` says of the thread block;
+- `# <- Left of operands.key_value`, a paragraph of a docstring: what that of an operand's class says behind its first
+  paragraph, if anything.
 
-All see `plan`, `tile`, `operands`, `target`, `precision` and `operator`.
+All see `plan`, `tile`, `operands`, `declared`, `target`, `precision` and `operator`. `declared.key_value` are the
+constants that the operand's module declares, by name: `# % if declared.key_value.get("SCORES")`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from msa_tiles.codegen.plan import KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file
 from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
-from msa_tiles.tables import TableError, constants_of, describe, table_of
+from msa_tiles.tables import TableError, constants_of, describe, docstring_of, table_of
 
 SKELETONS = Path(__file__).parent / "skeletons"
 
@@ -42,6 +45,8 @@ _OPERAND_LINE = re.compile(
 )
 _TENSOR_LINE = re.compile(r"(?P<before>\s*)(?P<name>\w+)(?P<after>(?::.*)?,)\s*# <- tensors of operands\.(?P<role>\w+)")
 _CTA_LINE = re.compile(r"(?P<indent> *)# <- cta\n")
+_CLASS_LINE = re.compile(r"(?P<indent> *)# <- (?P<name>[A-Z]\w*) of operands\.(?P<role>\w+)\n")
+_CLASS_PARAGRAPH = re.compile(f"\n{_CLASS_LINE.pattern}")  # with the blank line before it
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
 _ENVIRONMENT = jinja2.Environment(
     block_start_string="\x01%",
@@ -79,6 +84,7 @@ def render(
         "plan": plan,
         "tile": tile,
         "operands": plan.operands,
+        "declared": _Declared(plan, package),
         "target": target,
         "precision": precision,
         "operator": operator,
@@ -102,8 +108,16 @@ def render(
     for name in plan.tile:
         if name not in tile.read and name not in formulas:
             raise SpecError(plan.where, f"{plan.cell}: tile.{name} is read by neither {file} nor a formula of the row")
+    text = _CLASS_PARAGRAPH.sub(lambda mark: _class_words(mark, plan, package, file), text)
     _check_module(text, plan, file)
     return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file), text)
+
+
+def _class_words(mark: re.Match[str], plan: KernelPlan, package: Path, file: str) -> str:
+    """What the docstring of an operand's class says behind its first paragraph, with a blank line before it."""
+    words = docstring_of(_operand(mark["role"], plan, package, Location(file, 1)), mark["name"], package)
+    _, _, more = (words or "").partition("\n\n")
+    return "".join(f"{mark['indent']}{line}\n" if line else "\n" for line in ("", *more.splitlines())) if more else ""
 
 
 def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str) -> str:
@@ -161,6 +175,22 @@ class _Tile(Mapping[str, int]):
         return len(self._sizes)
 
 
+class _Declared(Mapping[str, Mapping[str, Any]]):
+    """Of each role, the constants that its operand's module declares."""
+
+    def __init__(self, plan: KernelPlan, package: Path) -> None:
+        self._plan, self._package = plan, package
+
+    def __getitem__(self, role: str) -> Mapping[str, Any]:
+        return constants_of(_operand(role, self._plan, self._package, self._plan.where), self._package)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan.operands)
+
+    def __len__(self) -> int:
+        return len(self._plan.operands)
+
+
 def _marked_lines(source: str, file: str) -> Iterator[str]:
     """Turn all marks into jinja's own, line for line.
 
@@ -175,7 +205,7 @@ def _marked_lines(source: str, file: str) -> Iterator[str]:
             # The plus keeps the newline that jinja would take away where a blank line follows.
             yield f"\x01% {conditional['condition']} %\x01{conditional['code']}\n\x01% endif +%\x01"
             continue
-        if _MARK not in line or _CTA_LINE.fullmatch(line):
+        if _MARK not in line or _CTA_LINE.fullmatch(line) or _CLASS_LINE.fullmatch(line):
             yield line
             continue
         if operand := _OPERAND_LINE.fullmatch(line.rstrip("\n")):

@@ -96,6 +96,20 @@ OPERAND = """'''An operand.'''
 from msa_tiles.dsl.table import Parts, Pipeline, buffer, declares, lane
 
 TENSORS = ("", "_scale")
+ROWS_ARE_WORDS = True
+
+
+class Block:
+    '''A block.
+
+    It lies in rows.
+
+    A row has a scale.
+    '''
+
+
+class Bare:
+    '''A block.'''
 
 
 @declares
@@ -115,6 +129,14 @@ def cta(width):
 class Kernel:
     '''
     # <- cta
+
+    # <- Block of operands.key_value
+
+    Rows are words.  # % if declared.key_value.get("ROWS_ARE_WORDS")
+
+    # <- Bare of operands.key_value
+
+    # <- None of operands.key_value
     '''
 
     def call(
@@ -154,6 +176,12 @@ def test_operands_and_table(toy: Toy, package: Path) -> None:
 
     Shared memory
       k_tiles [width] int32
+
+    It lies in rows.
+
+    A row has a scale.
+
+    Rows are words.
     '''
 """
         in text

@@ -21,7 +21,7 @@ from msa_tiles.dsl.table import (
     threads,
     warps,
 )
-from msa_tiles.tables import table_of
+from msa_tiles.tables import docstring_of, table_of
 
 ROLES = (Role("reader", 4, "multiplies"), Role("loader", 1, "loads", registers=40))
 TILES = buffer("tiles", "bfloat16", align=1024, note="swizzled", stages=3, rows=64, columns=64)
@@ -210,6 +210,10 @@ def test_an_operand_of_several_files(package: Path) -> None:
     table_of_variant = table_of(KERNEL, package)
     assert table_of_variant is not None
     assert (table_of_variant(width=8).threads, table_of_variant(width=8).bytes_of("k")) == (96, 32)
+    pieces = package / "dsl/cutedsl/pieces.py"
+    pieces.write_text(pieces.read_text().replace("    pass", '    """A docstring."""'))
+    assert docstring_of(operand, "Operand", package) == "A docstring."
+    assert docstring_of(operand, "Other", package) is docstring_of(operand, "WARPS", package) is None
     operand.write_text(f'{line}\n__all__ = ["WARPS", "Operand"]\n')
     table_of_variant = table_of(KERNEL.replace("STAGES = 2", "STAGES = 3"), package)
     assert table_of_variant is not None

@@ -290,9 +290,10 @@ class SharedAttention:
 
     K and V come as bytes to the second half of their stage, with scales of tokens to its first bytes, and the decoders
     make 16 bits of them in place, times those scales: bfloat16 where tokens have scales, else float16, which takes
-    fewer instructions. For float16 keys the decoders make float16 of Q in place, too, times a power of two for each
-    row, which the softmax undoes. A scale that a head shares is folded into the softmax's (keys) and multiplies O
-    behind the last shared block (values).
+    fewer instructions. Decoded rows of two panels lie where their own bytes did; those of one panel are decoded in
+    their order, by one warp, so that none is overwritten before it is read. For float16 keys the decoders make float16
+    of Q in place, too, times a power of two for each row, which the softmax undoes. A scale that a head shares is
+    folded into the softmax's (keys) and multiplies O behind the last shared block (values).
 
     The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
     free, so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM

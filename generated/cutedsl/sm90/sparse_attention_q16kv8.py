@@ -271,9 +271,9 @@ class SparseAttention:
     already, so that there are two: consumers are done with a task's before they free V of the next one, and the keeper
     writes it again for the one after that.
 
-    The claimer brings K and V as bytes, and the keeper decodes them: K to bfloat16, V to float16, or to bfloat16 where
-    tokens have scales. Scales of tokens multiply what is decoded. A scale that a head shares is folded into the
-    softmax's (keys) and into what a partial is normalised by (values).
+    K and V come as bytes, and the keeper decodes them: K to bfloat16, V to float16, or to bfloat16 where tokens have
+    scales. Scales of tokens multiply what is decoded. A scale that a head shares is folded into the softmax's (keys)
+    and into what a partial is normalised by (values).
 
     Threads index `tasks`, `edges` and `tainted` the other way round than they are listed: [task, field], [slot, query],
     [task, column]. Consumer c has the STAGES slots from number c * STAGES on, of `ring` and of `edges`.

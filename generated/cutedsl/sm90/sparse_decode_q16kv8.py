@@ -229,9 +229,9 @@ class SparseDecode:
     from the writers of the next ones. Columns past the group hold stale data; no column depends on another, and theirs
     are dropped.
 
-    Consumers decode K and V from bytes in registers, which are the left side of the products: K to bfloat16, V to
-    float16, or to bfloat16 where tokens have scales (P likewise). Scales of tokens multiply the rows of S^T, and of P^T
-    behind the sum. A scale that a head shares is folded into the softmax's (keys) and into what O is normalised by.
+    K and V are decoded from bytes in registers, which are the left side of the products: K to bfloat16, V to float16,
+    or to bfloat16 where tokens have scales (P likewise). Scales of tokens multiply the rows of S^T, and of P^T behind
+    the sum. A scale that a head shares is folded into the softmax's (keys) and into what O is normalised by.
     """
 
     def __init__(self, head_dim, block_size, group, pages_per_block, scored_blocks, **scales):

@@ -25,7 +25,12 @@ def parts(name, head_dim, block_size, stages, *, producer, readers, token_scales
 
 
 class Left(decoded_left.Left, e4m3_storage.Storage):
-    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands."""
+    """Blocks as the left side of products: see msa_tiles.dsl.cutedsl.operands.
+
+    K and V are decoded from bytes in registers, which are the left side of the products: K to bfloat16, V to float16,
+    or to bfloat16 where tokens have scales (P likewise). Scales of tokens multiply the rows of S^T, and of P^T behind
+    the sum. A scale that a head shares is folded into the softmax's (keys) and into what O is normalised by.
+    """
 
     arranged = 16  # columns
 

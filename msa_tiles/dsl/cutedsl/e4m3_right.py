@@ -18,7 +18,12 @@ def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspec
 
 
 class Right(decoded_right.Right, e4m3_storage.Storage):
-    """Blocks as the right side of products of 64-row tiles, decoded by one warp: see msa_tiles.dsl.cutedsl.operands."""
+    """Blocks as the right side of products of 64-row tiles, decoded by one warp: see msa_tiles.dsl.cutedsl.operands.
+
+    K and V come as bytes, and the keeper decodes them: K to bfloat16, V to float16, or to bfloat16 where tokens have
+    scales. Scales of tokens multiply what is decoded. A scale that a head shares is folded into the softmax's (keys)
+    and into what a partial is normalised by (values).
+    """
 
     @cute.jit
     def decode_block(self, held: HeldRight):

@@ -54,9 +54,12 @@ def in_ring(name, token_scales):
 class InRing(Storage):
     """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands.
 
-    Bytes come to the second half of their tile. Decoded rows of two panels lie where their own bytes did; those of one
-    panel are decoded in their order, by one warp, so that none is overwritten before it is read. Scales of tokens come
-    to the tile's first bytes.
+    K and V come as bytes to the second half of their stage, with scales of tokens to its first bytes, and the decoders
+    make 16 bits of them in place, times those scales: bfloat16 where tokens have scales, else float16, which takes
+    fewer instructions. Decoded rows of two panels lie where their own bytes did; those of one panel are decoded in
+    their order, by one warp, so that none is overwritten before it is read. For float16 keys the decoders make float16
+    of Q in place, too, times a power of two for each row, which the softmax undoes. A scale that a head shares is
+    folded into the softmax's (keys) and multiplies O behind the last shared block (values).
     """
 
     LANDING = "raw_full"  # where the bytes of a stage are awaited first

@@ -48,7 +48,7 @@ buffers.
             decode_queries, pass_queries_on
   scale_rows           of an accumulator's two rows the scale of the softmax, as decoded queries want it
   boxes     where TMA writes; load_scales beside it, and skip_scales for a stage that holds something else
-Of a precision that multiplies keys as they are stored, it also makes S = Q K^T, of which other kernels know how:
+With SCORES in its module, as where keys are multiplied as they are stored, it makes S = Q K^T, else the kernel does:
   product, left_sides, stages_of   the multiplications, the tile of queries and the ring's stages as they take them
   score     starts the product with a stage
 
@@ -78,6 +78,9 @@ Caches that rows are written into have modules `append_<format>`, which a row na
     scale_of(values, stored, head, use_scale)   the scale of a row, whose lanes have VECTOR values each, or None; all
                             threads of a warp call it
     write(values, scale, stored, page, head, place, lane)   those values, and what belongs beside the row
+
+What the docstring of `Left`, `Right` or `InRing` says behind its first paragraph, the kernel's says too: it speaks of K
+and V, S and P, and of the kernel's roles.
 
 Rows that nobody may see hold anything, NaN included: of V, `take` makes zeros of them, and a factor of such a row may
 be anything, so that the caller chooses before it adds.

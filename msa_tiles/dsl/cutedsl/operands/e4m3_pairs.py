@@ -19,18 +19,22 @@ from msa_tiles.dsl.cutedsl.wgmma import ROWS
 from msa_tiles.dsl.table import WARP
 
 TENSORS = ("", "_scale")
+SCORES = True  # S = Q K^T is this operand's
 PAIR = 2  # tiles of e4m3 that a tile of queries becomes
 LANES = WARP // REPEAT  # of a row, where a warp has eight of them
 LARGEST = 7  # the exponent of a row's largest value: 448 is the largest e4m3
 UNBOUNDED = 255  # the exponent of what is infinite or NaN
 
-__all__ = ["TENSORS", "InRing", "in_ring", "query_parts", "ring_parts"]
+__all__ = ["SCORES", "TENSORS", "InRing", "in_ring", "query_parts", "ring_parts"]
 
 
 class InRing(e4m3_ring.InRing):
     """Blocks as the right side of products, in a ring of tiles of the kernel's: see msa_tiles.dsl.cutedsl.operands.
 
-    Bytes of keys stay where TMA put them, in the second half of their tile, and pass the decoders all the same.
+    K and V come as bytes to the second half of their stage. K is multiplied as it is: the decoders pass it on, and make
+    two tiles of e4m3 of Q in place, times a power of two for each row, whose products with K add up to S; the softmax
+    undoes those powers. Of V the decoders make float16 in place. The scale of a head is folded into the softmax's
+    (keys) and multiplies O behind the last shared block (values).
     """
 
     def __init__(self, name, table, head_dim, block_size, pages_per_block, *, token_scales):

@@ -209,19 +209,8 @@ class SharedAttention:
     in which its rows are staged on their way out; it is free once the next tile's first product is under way. A warp
     has the same 16 rows in S, O, the partial results and the stores, so what it stages needs no barrier with others.
 
-    # % if "token_scales" in plan.variants
-    K and V come as bytes to the second half of their stage, with scales of tokens to its first bytes, and the decoders
-    make 16 bits of them in place, times those scales: bfloat16 where tokens have scales, else float16, which takes
-    fewer instructions. For float16 keys the decoders make float16 of Q in place, too, times a power of two for each
-    row, which the softmax undoes. A scale that a head shares is folded into the softmax's (keys) and multiplies O
-    behind the last shared block (values).
+    # <- InRing of operands.key_value
 
-    # % endif
-    # % if precision.multiply == "float8_e4m3fn"
-    Where a head shares a scale, keys are multiplied as they are: decoders pass them on, and make two tiles of e4m3 of
-    Q, whose products with K add up to S.
-
-    # % endif
     The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is
     free, so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM
     merges the other one multiplies.
@@ -620,7 +609,7 @@ class SharedAttention:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 self.keys.scale_rows(scales, shared.query_powers, member * WARP_ROWS + lane // 4)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
-                # % if precision.multiply != "float8_e4m3fn"
+                # % if not declared.key_value.get("SCORES")
                 wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
                 # % else
                 self.keys.score(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
@@ -660,7 +649,7 @@ class SharedAttention:
         self, out_atom: cute.CopyAtom, mO: cute.Tensor, shared: Shared, lse: cute.Tensor, member: Int32, lane: Int32
     ):
         """What does not change from tile to tile."""
-        # % if precision.multiply != "float8_e4m3fn"
+        # % if not declared.key_value.get("SCORES")
         score = wgmma.product(self.element, self.block_size, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         # % else
         score = self.keys.product(self.block_size)
@@ -668,7 +657,7 @@ class SharedAttention:
         weigh = wgmma.product(self.values.element, self.head_dim, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ELEMENTS[OUTPUT])
-        # % if precision.multiply != "float8_e4m3fn"
+        # % if not declared.key_value.get("SCORES")
         q_layout = self.rows.tiles_layout(1)
         queries = cute.recast_ptr(shared.queries.iterator, q_layout.inner, dtype=self.element)
         # % endif
@@ -678,7 +667,7 @@ class SharedAttention:
         return Tile(
             score,
             (weigh[1], weigh[1]),
-            # % if precision.multiply != "float8_e4m3fn"
+            # % if not declared.key_value.get("SCORES")
             wgmma.operand_a(score, cute.make_tensor(queries, q_layout.outer))[None, None, None, 0],
             wgmma.operand_b(score, shared.keys),
             # % else
@@ -799,7 +788,7 @@ class SharedAttention:
             warpgroup.wait_group(0)
         else:
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            # % if precision.multiply != "float8_e4m3fn"
+            # % if not declared.key_value.get("SCORES")
             wgmma.multiply(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])
             # % else
             self.keys.score(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])

@@ -180,12 +180,8 @@ class SparseAttention:
     see one. V is the keeper's until it arrives at v_full. What it notes in `tainted` consumers read when V is free
     already, so that there are two: consumers are done with a task's before they free V of the next one, and the keeper
     writes it again for the one after that.
-    # % if "token_scales" in plan.variants
 
-    The claimer brings K and V as bytes, and the keeper decodes them: K to bfloat16, V to float16, or to bfloat16 where
-    tokens have scales. Scales of tokens multiply what is decoded. A scale that a head shares is folded into the
-    softmax's (keys) and into what a partial is normalised by (values).
-    # % endif
+    # <- Right of operands.key_value
 
     Threads index `tasks`, `edges` and `tainted` the other way round than they are listed: [task, field], [slot, query],
     [task, column]. Consumer c has the STAGES slots from number c * STAGES on, of `ring` and of `edges`.
