@@ -37,7 +37,9 @@ def quantize_nvfp4(
     if global_scale is None:
         finite = torch.where(values.isfinite(), values, 0).abs()
         largest = finite.amax().double() if values.numel() else values.new_zeros((), dtype=torch.float64)
-        fitting = (largest / (rounding.LARGEST_E2M1 * rounding.LARGEST_E4M3)).clamp_min(_SMALLEST)
+        # By a tensor on its device: torch multiplies by the inverse of a plain number there.
+        most = largest.new_full((), rounding.LARGEST_E2M1 * rounding.LARGEST_E4M3)
+        fitting = (largest / most).clamp_min(_SMALLEST)
         made = torch.where(largest > 0, fitting, 1.0).to(torch.float32)
     else:
         made = _global(global_scale, tensor)

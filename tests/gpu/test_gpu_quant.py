@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from msa_tiles.quant import quantize_mxfp4, quantize_nvfp4, quantize_pages, rounding
+from msa_tiles.quant import quantize_fp8, quantize_mxfp4, quantize_nvfp4, quantize_pages, rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,14 @@ def test_the_same_bits() -> None:
         assert torch.equal(there.data.cpu(), here.data)
         assert torch.equal(there.scale.view(torch.uint8).cpu(), here.scale.view(torch.uint8))
         torch.testing.assert_close(there.dequantize().cpu(), here.dequantize(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "token_head"])
+def test_the_same_bits_of_e4m3(per: str) -> None:
+    given = values().clamp(-1e38, 1e38)
+    here, there = quantize_fp8(given, per=per), quantize_fp8(given.cuda(), per=per)
+    assert torch.equal(there.scale.cpu(), here.scale)
+    assert torch.equal(there.data.view(torch.uint8).cpu(), here.data.view(torch.uint8))
 
 
 def test_every_code() -> None:

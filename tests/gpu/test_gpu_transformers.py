@@ -15,7 +15,7 @@ PROMPT, DECODED = 600, 64
 LONG = 131072
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # before the model, which is set to it
 def registered():
     with register():
         yield
