@@ -86,6 +86,8 @@ GATES = (
     Gate("msa_decode", "decode_1m_b8", _DENSE_DECODE, 24, 26.5, _NVFP4_INDEX),
     Gate("msa_decode", "decode_128k_b32", _OWN_FP8_INDEX, 1.4, 1.6, _NVFP4_INDEX),
     *(Gate("sparse_decode", case, _OWN_FP8, 1.0, 1.0, _Q16KV4) for case in ("decode_128k_b32", "decode_1m_b8")),
+    Gate("drafts", "drafts_32k_b8", _VLLM, 1.2, 1.5),
+    Gate("drafts", "drafts_32k_b64", _VLLM, 1.1, 1.5),
     *(
         Gate("server_prefill", case, _VLLM, 2.3, 2.8, precision)
         for case in ("prefill_16k_u", "prefill_32k_u", "prefill_128k_u", "chunk8k_1m_u")
@@ -101,7 +103,6 @@ GATES = (
 )
 
 LATER = {
-    "decode of drafts, 4 queries each": "blocks that drafts share are read once for each yet",
     "first call with a pack": "there are no packs yet",
     "host time of an eager call, memory of a prompt of 1M tokens": "neither is a time of a case",
 }

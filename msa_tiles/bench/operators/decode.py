@@ -41,13 +41,14 @@ FA4_ELEMENTS = 1 << 31
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` requests of `keys` keys, one query each, at the M3 point."""
+    """`batch` requests of `keys` keys, with their last `queries` as queries, at the M3 point."""
 
     label: str
     batch: int
     keys: int
     dims: Mapping[str, int]
     op: str = OP
+    queries: int = 1
 
     def __getitem__(self, dim: str) -> int:
         return self.dims[dim]
@@ -147,7 +148,7 @@ def ours(case: Case, dsl: str, x: Inputs) -> Call:
     """The call with every buffer handed in."""
     heads, topk = case["num_kv_heads"], case["topk"]
     out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=x.q.device)
-    ids = torch.empty(heads, case.batch, topk, dtype=torch.int32, device=x.q.device)
+    ids = torch.empty(heads, len(x.q), topk, dtype=torch.int32, device=x.q.device)
     size = ops.decode_workspace_bytes(x.q, topk, heads, idx_q=x.idx_q, max_seqlen_k=case.keys)
     workspace = torch.empty(size, dtype=torch.uint8, device=x.q.device)
 
@@ -162,7 +163,7 @@ def ours(case: Case, dsl: str, x: Inputs) -> Call:
             cu_seqlens_q=x.cu_seqlens_q,
             page_table=x.page_table,
             seqused_k=x.seq_lens,
-            max_seqlen_q=1,
+            max_seqlen_q=case.queries,
             max_seqlen_k=case.keys,
             **x.scales(),
             workspace=workspace,
@@ -184,18 +185,19 @@ def vllm(case: Case) -> Contender | Skipped:
 
 def of_vllm(case: Case, module: ModuleType) -> Contender:
     """The same through the operators of a module that has vLLM's names."""
-    heads, topk = case["num_kv_heads"], case["topk"]
+    heads, topk, queries = case["num_kv_heads"], case["topk"], case.queries
 
     def bind(x: Inputs) -> Call:
         out = torch.empty_like(x.q)
-        buffer = torch.empty(case.batch, heads, topk, dtype=torch.int32, device=x.q.device).transpose(0, 1)
+        buffer = torch.empty(len(x.q), heads, topk, dtype=torch.int32, device=x.q.device).transpose(0, 1)
 
         def call() -> tuple[Tensor, Tensor]:
             ids = module.minimax_m3_index_decode(
-                x.idx_q, x.index_cache, x.page_table, x.seq_lens, case.keys, topk, 0, 1, heads, 1, 1, out=buffer
-            )
+                x.idx_q, x.index_cache, x.page_table, x.seq_lens, case.keys, topk, 0, 1, heads, queries, queries,
+                out=buffer,
+            )  # fmt: skip
             module.minimax_m3_sparse_attn_decode(
-                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, 1, **x.scales()
+                x.q, x.cache, ids, x.page_table, x.seq_lens, heads, x.q.shape[-1] ** -0.5, out, queries, **x.scales()
             )
             return ids, out
 
@@ -301,10 +303,12 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     ids, out = result
     for b in {0, case.batch - 1}:
         k, v, _, where = x.of_request(b)
-        rows = slice(b, b + 1)
-        wrong = ranked(scores_of(x, b), ids[:, b], case["topk"], slack(x))
-        if wrong:
-            return f"request {b}: {wrong}"
+        rows = slice(b * case.queries, (b + 1) * case.queries)
+        scores = scores_of(x, b, case.queries)
+        for row in range(case.queries):
+            wrong = ranked(scores[:, row], ids[:, rows.start + row], case["topk"], slack(x))
+            if wrong:
+                return f"request {b}: {wrong}"
         wanted, _ = reference.sparse_attention(x.q[rows].float(), k, v, ids[:, rows], block_size=PAGE, **where)
         wrong = checks.close(out[rows], wanted)
         if wrong:
@@ -312,11 +316,11 @@ def check(case: Case, x: Inputs, result: tuple[Tensor, Tensor]) -> str | None:
     return None
 
 
-def scores_of(x: Inputs, request: int) -> Tensor:
-    """float32 scores `[Hi, blocks]` of one request, by the reference."""
+def scores_of(x: Inputs, request: int, queries: int = 1) -> Tensor:
+    """float32 scores `[Hi, queries, blocks]` of one request, by the reference."""
     *_, index_cache, where = x.of_request(request)
-    idx_q = wide(x.idx_q[request : request + 1])
-    return reference.index_score(idx_q, index_cache, block_size=PAGE, **where)[:, 0]
+    idx_q = wide(x.idx_q[request * queries : (request + 1) * queries])
+    return reference.index_score(idx_q, index_cache, block_size=PAGE, **where)
 
 
 def slack(x: Inputs) -> float:
