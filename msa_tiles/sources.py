@@ -25,10 +25,16 @@ def code_of(text: str, package: Path = PACKAGE) -> list[str]:
     return [syntax_of(text), *_helper_syntax(text, package)]
 
 
+@functools.lru_cache(maxsize=128)
+def parsed(source: str) -> ast.Module:
+    """A module's syntax tree, for all who read one source one after the other: not to be changed."""
+    return ast.parse(source)
+
+
 @functools.lru_cache(maxsize=512)
 def syntax_of(source: str) -> str:
     """A module's syntax tree as text, without comments, docstrings and layout, whatever Python reads it."""
-    return _written(ast.parse(source))
+    return _written(parsed(source))
 
 
 def _written(node: object) -> str:
@@ -113,7 +119,7 @@ def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str
 def _imports(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     """(level, module, names) of every import; `import a` is of module a and no names."""
     found: list[tuple[int, str, tuple[str, ...]]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found += [(0, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

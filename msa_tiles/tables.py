@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msa_tiles import trees
 from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
-from msa_tiles.sources import OPERANDS, PACKAGE, module_file
+from msa_tiles.sources import OPERANDS, PACKAGE, module_file, parsed
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "table_of"]
 
@@ -24,15 +23,18 @@ NAME = "cta"  # of the function that makes the table
 MARK = "declares"
 
 
-@trees.cached(maxsize=64)
 def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
     """The function of a kernel's text that makes its table of the compile-time dims; None where it has none.
 
     It raises TableError where dims make none.
     """
-    if f"\ndef {NAME}(" not in text:
-        return None
-    declared = _read(text, package)[NAME]
+    return _table_of(_read(text, package)) if f"\ndef {NAME}(" in text else None
+
+
+@functools.lru_cache(maxsize=256)
+def _table_of(read: _Read) -> Callable[..., Table]:
+    """Texts that differ elsewhere, as before and behind the line that tells the table, share their tables."""
+    declared = _names(read)[NAME]
 
     @functools.cache
     def table(**dims: int) -> Table:
@@ -47,7 +49,7 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
 
 def constants_of(file: Path, package: Path = PACKAGE) -> dict[str, Any]:
     """The constants and marked functions of the file of a helper or an operand."""
-    return _read(file.read_text(encoding="utf-8"), package)
+    return _names(_read(file.read_text(encoding="utf-8"), package))
 
 
 def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
@@ -66,24 +68,57 @@ def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
 class _Declared(NamedTuple):
     """What counts of a file."""
 
-    code: types.CodeType
+    source: str
     imports: tuple[tuple[str, str, str], ...]  # module, name there, name here
 
 
-def _read(text: str, package: Path) -> dict[str, Any]:
+class _Read(NamedTuple):
+    """What counts of a file, with what it names of others: where two are equal, so are their tables."""
+
+    source: str
+    brought: tuple[tuple[str, str, _Read | None], ...]
+    """Name here, name there (empty: all of a module), and the file; None is the vocabulary."""
+
+
+def _read(text: str, package: Path) -> _Read:
+    """What `from module import name` brings: a name of the vocabulary, a module's, or a module. Nothing of the DSL."""
     declared = _declared(text)
-    names: dict[str, Any] = {}
+    brought: list[tuple[str, str, _Read | None]] = []
     for module, name, here in declared.imports:
-        found = _imported(module, name, package)
-        if found is not None:
-            names[here] = found
-    exec(declared.code, names)
+        if module == _vocabulary.__name__:
+            brought.append((here, name, None))
+        elif (file := module_file(f"{module}.{name}", package)) is not None:
+            brought.append((here, "", _read(file.read_text(encoding="utf-8"), package)))
+        elif module.endswith(OPERANDS):
+            raise TableError(f"there is no operand {name} in {module}")
+        elif (file := module_file(module, package)) is not None:
+            brought.append((here, name, _read(file.read_text(encoding="utf-8"), package)))
+    return _Read(declared.source, tuple(brought))
+
+
+def _names(read: _Read) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for here, there, file in read.brought:
+        if file is None:
+            names[here] = getattr(_vocabulary, there)
+            continue
+        others = _names(file)
+        if not there:
+            names[here] = types.SimpleNamespace(**others)
+        elif there in others:
+            names[here] = others[there]
+    exec(_compiled(read.source), names)
     return names
 
 
 @functools.lru_cache(maxsize=256)
+def _compiled(source: str) -> types.CodeType:
+    return compile(source, "<table>", "exec")
+
+
+@functools.lru_cache(maxsize=512)
 def _declared(text: str) -> _Declared:
-    nodes = ast.parse(text).body
+    nodes = parsed(text).body
     kept = [node for node in nodes if _is_constant(node) or _is_marked(node)]
     used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
     used.update(*(ast.literal_eval(node.value) for node in kept if isinstance(node, ast.Assign) and _exports(node)))
@@ -94,19 +129,7 @@ def _declared(text: str) -> _Declared:
         for alias in node.names
         if (alias.asname or alias.name) in used
     ]
-    return _Declared(compile(ast.Module(kept, []), "<table>", "exec"), tuple(imports))
-
-
-def _imported(module: str, name: str, package: Path) -> Any:
-    """What `from module import name` brings: a name of the vocabulary, a module's, or a module. None for the DSL's."""
-    if module == _vocabulary.__name__:
-        return getattr(_vocabulary, name)
-    if (file := module_file(f"{module}.{name}", package)) is not None:
-        return types.SimpleNamespace(**constants_of(file, package))
-    if module.endswith(OPERANDS):
-        raise TableError(f"there is no operand {name} in {module}")
-    file = module_file(module, package)
-    return None if file is None else constants_of(file, package).get(name)
+    return _Declared(ast.unparse(ast.Module(kept, [])), tuple(imports))
 
 
 def _is_constant(node: ast.stmt) -> bool:

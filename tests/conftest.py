@@ -61,10 +61,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
+def _settle() -> None:
     """What is there by now stays: a garbage collection, as benchmarks and tests ask for them, need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _settle()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled() -> None:
+    """Whatever the file before has loaded: in a process that runs for minutes a collection takes over a second."""
+    _settle()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import jinja2
 
 from msa_tiles.codegen.plan import KernelPlan
-from msa_tiles.sources import OPERANDS, PACKAGE, operand_file
+from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import TableError, constants_of, describe, docstring_of, table_of
@@ -152,7 +152,7 @@ def _tensors(role: str, plan: KernelPlan, package: Path, where: Location) -> tup
     return endings
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _template(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)
 
@@ -269,7 +269,7 @@ def _template_line(error: Exception) -> int:
 def _check_module(text: str, plan: KernelPlan, file: str) -> None:
     """The kernel module keeps its contract: a function named like the operator, one keyword for each variant dim."""
     try:
-        module = ast.parse(text)
+        module = parsed(text)
     except SyntaxError as error:
         raise SpecError(Location(file, 1), f"{plan.cell} renders to invalid Python: {error.msg}") from error
     if not ast.get_docstring(module):

@@ -325,6 +325,7 @@ def test_every_edge_and_key_gets_its_gradient(block_size: int, head_dim: int, st
     check(block_size + head_dim, block_size, head_dim, STAGES=stages)
 
 
+@pytest.mark.slow
 def test_what_faults_are_shown_on_is_right_without_one() -> None:
     check(0, 64, 64, tasks=FEW)
 

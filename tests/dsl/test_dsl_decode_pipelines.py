@@ -227,7 +227,7 @@ def decode(which: str, seed: int, change: Callable[[Table], Table] = lambda tabl
 
 @pytest.mark.parametrize("which", OPERANDS)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_consumer_reads_every_block_in_turn(which: str, seed: int) -> None:
     chip = decode(which, seed)
     seen = [block for block in BLOCKS if 0 <= block <= LIMIT // 64]

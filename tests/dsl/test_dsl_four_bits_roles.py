@@ -113,7 +113,7 @@ def check(seed: int, change: Callable[[Table], Table] = lambda table: table) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_consumer_reads_every_block_in_turn(seed: int) -> None:
     check(seed)
 

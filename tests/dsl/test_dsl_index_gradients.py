@@ -62,7 +62,7 @@ def check(seed: int, index_dim: int, schedule_heads: int, num_tasks: int, first:
 @pytest.mark.parametrize(
     ("index_dim", "schedule_heads", "num_tasks", "first"), [(64, 2, 20, True), (64, 1, 20, False), (128, 2, 4, True)]
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_parts_are_added(index_dim: int, schedule_heads: int, num_tasks: int, first: bool) -> None:
     check(num_tasks + index_dim, index_dim, schedule_heads, num_tasks, first)
 
@@ -89,7 +89,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text(encoding="utf-8")

@@ -305,7 +305,7 @@ def check_reduced(chip: Chip) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_consumer_reduces_every_block(name: str, seed: int) -> None:
     check(name, seed)
 

@@ -121,7 +121,7 @@ def test_the_longest_row() -> None:
         ("normal", 1, 0, 4, True),
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) -> None:
     """Every split of a row works on its share of this list, so its order is settled too: as ranked where few blocks
     reach the mark, else by thread, then by block.

@@ -236,8 +236,7 @@ class TestGradients:
 
 
 class TestCompile:
-    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    @pytest.mark.drawn(1)
+    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
     def test_one_graph_gives_the_same_gradients(self, backend):
         torch._dynamo.reset()
         compiled = torch.compile(training_loss, fullgraph=True, backend=backend)

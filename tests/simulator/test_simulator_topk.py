@@ -74,7 +74,7 @@ def wanted(score: Tensor, valid: Tensor, k: int, init: int, local: int, order: i
         ("special", 1, 4200, 20, 3, 4, 2),
     ],
 )
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_the_best_blocks(kind: str, heads: int, blocks: int, k: int, init: int, local: int, order: int) -> None:
     score = scores_of(kind, (heads, 9, blocks))
     valid = torch.tensor([blocks, 0, blocks - 31, 1, 33, 31, 256, 257, blocks], dtype=torch.int32).clamp_max(blocks)
