@@ -12,7 +12,7 @@ from torch import Tensor
 from msa_tiles.call import backends, formats
 from msa_tiles.call.caches import Cache, IndexRows, Rows
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup
+from msa_tiles.launch import lookup, packed
 from msa_tiles.quant import FP8
 from msa_tiles.runtime import CallFacts
 
@@ -110,8 +110,9 @@ def index_arguments(call: IndexRows, cache: Tensor, scales: Tensor | None) -> tu
     """What the kernel takes: keys and caches of one head."""
     words = slot_words(call.slot_mapping)
     stored = _stored(cache[:, None], call.scale, None if scales is None else scales[:, None], words)
-    further = (int(call.scale is not None),) if formats.is_quantised(cache) else ()
-    return call.idx_k[:, None], words, *stored, *further
+    if not formats.is_quantised(cache) or formats.is_packed(cache):
+        return call.idx_k[:, None], words, *stored
+    return call.idx_k[:, None], words, *stored, int(call.scale is not None)
 
 
 def slot_words(slot_mapping: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def _facts(
 ) -> CallFacts:
     num_heads, head_dim = rows.shape[1:]
     variant = {"head_dim": head_dim, "float32_rows": int(rows.dtype == torch.float32)}
-    if formats.is_quantised(cache):
+    if formats.is_quantised(cache) and not formats.is_packed(cache):
         variant["token_scales"] = int(written is not None)
     refusals = []
     num_slots, num_rows = cache.shape[0] * cache.shape[2], rows.shape[0] * num_heads
@@ -147,10 +148,15 @@ def _facts(
 def _stored(cache: Tensor, given: Tensor | None, written: Tensor | None, unread: Tensor) -> tuple[Tensor, ...]:
     """A cache, and behind a quantised one its scales: [heads] given, or [pages, heads, page] to write.
 
+    Of 4 bits those of groups are written, and global ones given.
+
     ``unread``, int32 of any shape but empty, stands in for what is not there.
     """
     if not formats.is_quantised(cache):
         return (cache,)
+    if formats.is_packed(cache):
+        assert written is not None
+        return packed.to_write(cache, written, given)
     if written is not None:
         return cache, written
     if given is None:

@@ -21,11 +21,26 @@ def of_groups(values: Tensor, scale: Tensor, global_scale: Tensor | None) -> tup
     Scales [.., tokens, G] stay as they are unless ``values`` are pages: those become [.., page / 4, 4, G] whether they
     are linear or interleaved, and only their strides differ. Nothing is copied.
     """
-    scale = _by_tokens(values, scale)
+    return values, _by_tokens(values, scale), *_of_heads(values, scale, global_scale)
+
+
+def to_write(values: Tensor, scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Caches [pages, H, page, D / 2], their scales as bytes [pages, H, page / n, n, G], and global ones like that.
+
+    Pages of any size: n is 4 where that divides a page, and 1 elsewhere.
+    """
+    if scale.dim() == values.dim():
+        spread = scale.unflatten(-2, (-1, 1 if scale.shape[-2] % TOKENS else TOKENS))
+    else:
+        spread = scale.transpose(-1, -2)
+    return values, spread.view(torch.uint8), *_of_heads(values, scale, global_scale)
+
+
+def _of_heads(values: Tensor, scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:
     if not _GLOBAL[scale.dtype]:
-        return values, scale
+        return ()
     outer = _one(values) if global_scale is None else global_scale
-    return values, scale, outer.expand(values.shape[1])
+    return (outer.expand(values.shape[1]),)
 
 
 def of_index(keys: Tensor, scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ def append_kv(
 
     4-bit caches are a `QuantizedTensor` of nvfp4 or mxfp4 each, such as `msa_tiles.quant.vllm_pages` views, of linear
     or interleaved scales: those of groups are computed as `quantize_nvfp4` and `quantize_mxfp4` have it, and written;
-    the global scale is given. So far on the reference alone.
+    the global scale is given.
 
     Nothing is allocated and nothing synchronises; a captured graph serves other rows and slots at the same addresses.
     No gradient passes.

@@ -215,7 +215,7 @@ def _load_128(compiler: Expressions, node: Any) -> Closure:
 
 
 def store_wide(compiler: Expressions, node: Any, width: int) -> Closure:
-    """T.stg64 and T.stg128: `width` bytes."""
+    """T.stg32, T.stg64 and T.stg128: `width` bytes."""
     if len(node.args) != 2 or compiler.inner is not None:
         raise UnsupportedError(f"predicated {8 * width}-bit store, or one in a parallel loop: {node}")
     word, lanes = vector_type(node.args[1].dtype)
@@ -224,7 +224,7 @@ def store_wide(compiler: Expressions, node: Any, width: int) -> Closure:
     def store(f: Frame) -> None:
         memory, at = resolve(f)
         elements = width // memory.dtype.itemsize
-        columns = active_lanes(f, [at, *value(f)])
+        columns = active_lanes(f, [at, *(value(f) if lanes > 1 else [value(f)])])
         words = np.stack([column.astype(word, copy=False) for column in columns[1:]], 1)
         memory.array[memory.places(columns[0].astype(np.int64)[:, None] + np.arange(elements))] = words.view(
             memory.dtype

@@ -266,6 +266,7 @@ _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.sync_warp": _sync_warp,
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
+    "tl.stg32": _store_wide(4),
     "tl.stg64": _store_wide(8),
     "tl.stg128": _store_wide(16),
     "tl.pdl_sync": _pdl_sync,

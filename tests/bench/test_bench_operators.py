@@ -61,6 +61,18 @@ def test_ours_and_torch_baselines_pass_their_own_checks(small, op):
         assert contender.check(made, contender.bind(made)()) is None
 
 
+@pytest.mark.parametrize(("op", "precision"), [("append_kv", "q16kv4"), ("append_kv", "q16kvmx4"),
+                                               ("append_index", "q16k4"), ("append_index", "q16kmx4")])  # fmt: skip
+def test_caches_of_4_bits(small, op, precision):
+    bench = small(op, precision)
+    made = bench.make(0)
+    written = bench.ours("reference", made)()
+    assert bench.check(made, written) is None
+    written[0].data[:] = 0
+    assert "are others" in bench.check(made, written)
+    assert all(isinstance(peer, Skipped) for peer in bench.peers)
+
+
 def test_select_blocks_on_fp8(small):
     bench = small("select_blocks", "q8k8")
     made = bench.make(0)

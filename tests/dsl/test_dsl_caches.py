@@ -6,6 +6,7 @@ What `cvt.rn.satfinite.e4m3x2.f32` does is written down here, as the PTX manual 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,15 @@ from msa_tiles.verify.inputs import Source
 
 SEED = int(os.environ["MSA_TILES_SEED"])
 BF16 = SimpleNamespace(width=16)
+SCALE, GLOBAL = "_scale", "_global_scale"
+ENDINGS = {
+    "append_plain": ("",),
+    "append_e4m3": ("", SCALE),
+    "append_mxfp4": ("", SCALE),
+    "append_nvfp4": ("", SCALE, GLOBAL),
+}
+FOUR_BITS = {"q16kv4": "append_kv", "q16kvmx4": "append_kv", "q16k4": "append_index", "q16kmx4": "append_index"}
+FORMATS = dict(zip(FOUR_BITS, ("nvfp4", "mxfp4") * 2, strict=True))
 
 
 def e4m3_of(value: float) -> int:
@@ -44,6 +54,10 @@ def e4m3_of(value: float) -> int:
     rounded, rest = whole >> shift, whole & (1 << shift) - 1
     rounded += rest > 1 << shift - 1 or (rest == 1 << shift - 1 and rounded & 1)
     return sign | min(rounded + (step + 9 << 3), 0x7E)
+
+
+class Float64(float):
+    """Double precision, as Python's."""
 
 
 class Words:
@@ -69,7 +83,7 @@ def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_ptr(element: Any, place: Pointer, _memspace: Any, assumed_align: int) -> Pointer:
         if element is not Int32:
             return place
-        assert assumed_align == 8 and place.offset % 8 == 0
+        assert assumed_align in (4, 8) and place.offset % assumed_align == 0
         return Pointer(Words(place.memory), place.offset // 4)  # type: ignore[arg-type]
 
     def make_rmem_tensor(layout: Any, element: Any) -> lanes.Tensor:
@@ -82,9 +96,16 @@ def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes._CUTLASS.cute, "make_rmem_tensor", make_rmem_tensor)
     monkeypatch.setattr(lanes.ARCH, "inline_ptx", ptx)
     monkeypatch.setattr(lanes._CUTLASS.cute, "make_ptr", make_ptr)
-    monkeypatch.setattr(lanes._CUTLASS, "BFloat16", BF16, raising=False)
+    for name, stand_in in {"BFloat16": BF16, "Float64": Float64, "Uint8": int}.items():
+        monkeypatch.setattr(lanes._CUTLASS, name, stand_in, raising=False)
     rounded = lambda value, _element: Float32(torch.tensor(value).bfloat16())  # noqa: E731
     monkeypatch.setattr(Float32, "to", rounded, raising=False)
+
+
+def endings(cell: Any) -> tuple[str, ...]:
+    """The tensors of a cache, as the operand of a kernel says."""
+    (module,) = re.findall(r"operands import (append_\w+) as", cell.file.read_text(encoding="utf-8"))
+    return ENDINGS[module]
 
 
 def view(values: Tensor, memory: Memory) -> lanes.Tensor:
@@ -110,9 +131,10 @@ def argument(value: Any, memories: dict[int, tuple[Memory, Tensor]]) -> Any:
 @pytest.mark.parametrize(
     ("op", "precision", "token_scales"),
     [(op, precision, scales) for op, fp8 in (("append_kv", "q16kv8"), ("append_index", "q8k8"))
-     for precision, scales in (("bf16", 0), (fp8, 0), (fp8, 1))],
+     for precision, scales in (("bf16", 0), (fp8, 0), (fp8, 1))]
+    + [(op, precision, 0) for precision, op in FOUR_BITS.items()],
 )  # fmt: skip
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(6)
 def test_rows_go_to_their_slots(
     op: str, precision: str, token_scales: int, float32_rows: int, strided: bool, dsl: None
 ) -> None:  # fmt: skip
@@ -120,9 +142,12 @@ def test_rows_go_to_their_slots(
         "total_q": 9, "num_pages": 4, "page_size": 5, "head_dim": 64, "float32_rows": float32_rows,
         "token_scales": token_scales, "num_kv_heads": 3 if op == "append_kv" else 1,
     }  # fmt: skip
-    stored = torch.bfloat16 if precision == "bf16" else FP8
+    packed = FORMATS.get(precision, "")
+    if packed and strided:
+        dims |= {"num_pages": 2, "page_size": 8}  # vLLM's slots have scales of four tokens beside each other
+    stored = torch.bfloat16 if precision == "bf16" or packed else FP8
     source = Source(torch.device("cpu"), SEED, "normal")
-    case = SimpleNamespace(dims=dims, dtype=lambda role: stored)
+    case = SimpleNamespace(dims=dims, dtype=lambda role: stored, packed=packed)
     check: Any = caches.CHECKS[op](case, source, strided, "reference")  # type: ignore[arg-type]
     into = check.caches.copied()
     if op == "append_kv":
@@ -133,14 +158,14 @@ def test_rows_go_to_their_slots(
         arguments = index_arguments(keys, into.views[0][:, 0], into.scales[0][:, 0] if into.scales else None)
     [cell] = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision=precision)
     module = lanes.load(cell.file)
-    scales = {} if precision == "bf16" else {"token_scales": token_scales}
+    scales = {"token_scales": token_scales} if stored == FP8 else {}
     kernel = getattr(module, "AppendKv" if op == "append_kv" else "AppendIndex")(64, float32_rows, **scales)
     memories: dict[int, tuple[Memory, Tensor]] = {}
     made = [argument(value, memories) for value in arguments]
-    number, tensors = check.number, 1 if precision == "bf16" else 2
+    number, tensors = check.number, len(endings(cell))
     parts = made[number + 1 :]
     caches_of = [kernel.cache.stored(*parts[tensors * i : tensors * (i + 1)]) for i in range(number)]
-    further = [] if op == "append_kv" else [parts[-1] if precision != "bf16" else Int32(0)]
+    further = [] if op == "append_kv" else [parts[-1] if stored == FP8 else Int32(0)]
     grid = (-(-9 * dims["num_kv_heads"] // module.ROWS),)
     lanes.launch(kernel.kernel, (*made[: number + 1], *caches_of, *further), grid, module.ROWS * kernel.lanes)
     for memory, whole in memories.values():

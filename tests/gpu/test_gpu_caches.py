@@ -8,7 +8,7 @@ from gpu_calls import Named
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.quant import FP8
+from msa_tiles.quant import FP8, QuantizedTensor, quantize_mxfp4, quantize_nvfp4, vllm_pages
 from msa_tiles.verify.caches import bits
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +71,65 @@ def test_a_graph_serves_other_rows_and_slots(named: Named, token_scales: bool) -
 
 def _by_reference(*arguments: Tensor, **scales: Tensor) -> None:
     ops.append_kv(*arguments, **scales, backend="reference")  # type: ignore[misc]
+
+
+def all_kinds(rows: int, generator: torch.Generator) -> Tensor:
+    """float32 [rows, 128]: random bits, and values whose groups have scales near the middle of two e4m3 numbers."""
+    patterns = torch.randint(-(1 << 31), 1 << 31, (rows, 128), generator=generator, device="cuda")
+    values = patterns.to(torch.int32).view(torch.float32).clone()
+    codes = torch.arange(8, 127, dtype=torch.uint8, device="cuda").view(FP8).double()
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = (6 * middles[torch.randint(0, 118, (rows // 2, 1), generator=generator, device="cuda")]).float()
+    shares = torch.randint(0, 25, (rows // 2, 128), generator=generator, device="cuda") / 24
+    values[::2] = near * shares
+    return values
+
+
+@each_dsl
+@pytest.mark.parametrize("global_scale", [1e-6, 0.37, 1.0, 1e4])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_four_bits_are_those_of_the_quantiser_for_all_kinds_of_float32(
+    named: Named, format: str, global_scale: float
+) -> None:
+    if format == "mxfp4" and global_scale != 1.0:
+        pytest.skip("mxfp4 has no global scale")
+    generator = torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
+    rows = 1 << 13
+    values = all_kinds(rows, generator) * global_scale
+    made = quantize_mxfp4(values) if format == "mxfp4" else quantize_nvfp4(values, global_scale)
+    cache = QuantizedTensor(
+        torch.zeros_like(made.data), torch.zeros_like(made.scale), format, "linear", made.global_scale
+    )
+    slots = torch.randperm(rows, generator=generator, device="cuda")
+    named.append_index(values[slots], cache, slots)
+    nan = made.scale.float().isnan()
+    assert torch.equal(cache.data, made.data) and torch.equal(cache.scale.float().isnan(), nan)
+    found, wanted = (each.scale.view(torch.uint8).masked_fill(nan, 0) for each in (cache, made))
+    assert torch.equal(found, wanted)
+
+
+@each_dsl
+def test_a_graph_fills_vllms_pages(named: Named) -> None:
+    tokens, heads = 64, 4
+    k, v = (torch.randn(tokens, heads, 128, device="cuda").to(torch.bfloat16) for _ in range(2))
+    scale = torch.tensor(0.01, device="cuda")
+    pages = [
+        vllm_pages(torch.zeros(9, 2 * heads, 128, 72, dtype=torch.uint8, device="cuda"), scale, scale) for _ in range(2)
+    ]
+    slots = torch.arange(tokens, device="cuda")
+    named.append_kv(k, v, pages[0].k, pages[0].v, slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        named.append_kv(k, v, pages[0].k, pages[0].v, slots)
+    pages[0].pool.zero_()
+    for _ in range(3):
+        slots.copy_(torch.randperm(9 * 128, device="cuda")[:tokens])
+        slots[::7] = -1
+        k.normal_()
+        graph.replay()
+        ops.append_kv(k, v, pages[1].k, pages[1].v, slots, backend="reference")
+        assert torch.equal(pages[0].pool, pages[1].pool)
 
 
 @each_dsl

@@ -213,11 +213,15 @@ def test_errors_of_four_bits() -> None:
         ops.append_kv(torch.zeros(6, 4, 64), torch.zeros(6, 4, 64), *pools, SLOTS)
 
 
-def test_no_kernel_writes_four_bits() -> None:
-    made = [quantize_nvfp4(torch.zeros(4, 2, 8, 128)) for _ in range(2)]
+@pytest.mark.parametrize("quantise", [quantize_nvfp4, quantize_mxfp4])
+def test_kernels_write_four_bits(quantise: Any) -> None:
+    made = [quantise(torch.zeros(4, 2, 8, 128)) for _ in range(2)]
     k = torch.zeros(6, 2, 128).to(BF16)
+    names = ("q16kv4", "q16k4") if quantise is quantize_nvfp4 else ("q16kvmx4", "q16kmx4")
     told = msa_tiles.explain(ops.append_kv, k, k, *made, SLOTS, device="sm90")
-    assert not told.served and "it takes bf16, the call is q16kv4" in str(told)
+    assert told.served and f"append_kv.tilelang.sm90.{names[0]}" in str(told)
+    told = msa_tiles.explain(ops.append_index, k[:, 0], quantise(torch.zeros(4, 8, 128)), SLOTS, device="sm90")
+    assert told.served and f".sm90.{names[1]}" in str(told)
 
 
 def base(**changed: Any) -> dict[str, Any]:
@@ -322,6 +326,30 @@ def test_what_the_kernels_get(launched: list[Any]) -> None:
     assert (slots[:, 1].long() * (1 << 32) + (slots[:, 0].long() & 0xFFFFFFFF)).tolist() == SLOTS.tolist()
     assert k_scale.tolist() == [1.0, 1.0] and k_scale.stride() == (0,) and v_scale.tolist() == [0.5, 2.0]
     assert k_cache.data_ptr() == arguments["k_cache"].data_ptr() and v_cache.shape == (4, 2, 8, 64)
+
+
+def test_what_the_kernels_get_of_vllms_pages(launched: list[Any]) -> None:
+    pages = vllm_pages(torch.zeros(5, 4, 8, 36, dtype=torch.uint8), torch.tensor(0.5))
+    ops.append_kv(rows(), rows(1), pages.k, pages.v, SLOTS)
+    facts, (_, _, _, k_cache, k_scale, k_outer, v_cache, v_scale, v_outer) = launched
+    assert (facts.precision, dict(facts.variant)) == ("q16kv4", {"head_dim": 64, "float32_rows": 0})
+    assert k_cache is pages.k.data and v_cache is pages.v.data and not facts.refusals and not facts.features
+    # One loader: a token's place has two dimensions, whose strides tell the layouts apart.
+    assert k_scale.shape == v_scale.shape == (5, 2, 2, 4, 4) and k_scale.dtype == torch.uint8
+    assert k_scale.stride()[2:] == (16, 4, 1) and v_scale.stride()[2:] == (16, 1, 4)
+    assert (k_scale.data_ptr(), v_scale.data_ptr()) == (pages.k.scale.data_ptr(), pages.v.scale.data_ptr())
+    assert k_outer.tolist() == [0.5, 0.5] and v_outer.tolist() == [1.0, 1.0] and v_outer.stride() == (0,)
+
+
+@pytest.mark.parametrize(("page", "span"), [(8, 4), (6, 1), (0, 1)])
+def test_what_the_kernel_of_index_keys_of_four_bits_gets(launched: list[Any], page: int, span: int) -> None:
+    """Pages of any size, and slots alone."""
+    shape = (4, page, 64) if page else (32, 64)
+    ops.append_index(rows()[:, 0], quantize_mxfp4(torch.zeros(shape)), SLOTS)
+    facts, (idx_k, slots, stored, scale) = launched
+    assert facts.precision == "q16kmx4" and idx_k.shape == (6, 1, 64) and slots.shape == (6, 2)
+    pages = 4 if page else 32
+    assert stored.shape == (pages, 1, page or 1, 32) and scale.shape == (pages, 1, (page or 1) // span, span, 2)
 
 
 def test_what_the_kernel_of_index_keys_gets(launched: list[Any]) -> None:

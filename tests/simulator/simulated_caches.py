@@ -13,6 +13,8 @@ from msa_tiles.launch.caches import index_arguments, kv_arguments
 from msa_tiles.quant import FP8
 from msa_tiles.verify import caches
 
+SCALED = ("q16kv8", "q8k8")  # precisions whose rows may have a scale each
+
 
 def append_kv(call: Call, precision: str = "bf16", **dims: int) -> None:
     check = _check(caches.AppendKV, call, precision, dims)
@@ -25,6 +27,14 @@ def append_kv(call: Call, precision: str = "bf16", **dims: int) -> None:
 
 def append_kv_q16kv8(call: Call, **dims: int) -> None:
     append_kv(call, "q16kv8", **dims)
+
+
+def append_kv_q16kv4(call: Call, **dims: int) -> None:
+    append_kv(call, "q16kv4", **dims)
+
+
+def append_kv_q16kvmx4(call: Call, **dims: int) -> None:
+    append_kv(call, "q16kvmx4", **dims)
 
 
 def append_index(call: Call, precision: str = "bf16", **dims: int) -> None:
@@ -40,12 +50,21 @@ def append_index_q8k8(call: Call, **dims: int) -> None:
     append_index(call, "q8k8", **dims)
 
 
+def append_index_q16k4(call: Call, **dims: int) -> None:
+    append_index(call, "q16k4", **dims)
+
+
+def append_index_q16kmx4(call: Call, **dims: int) -> None:
+    append_index(call, "q16kmx4", **dims)
+
+
 def _check(kind: type[caches.AppendKV], call: Call, precision: str, dims: dict[str, int]) -> Any:
-    stored = torch.bfloat16 if precision == "bf16" else FP8
-    case = SimpleNamespace(dims={"total_q": call.total_q, **dims}, dtype=lambda role: stored)
+    stored = FP8 if precision in SCALED else torch.bfloat16
+    packed = "nvfp4" if precision.endswith("k4") or precision.endswith("kv4") else "mxfp4" if "mx4" in precision else ""
+    case = SimpleNamespace(dims={"total_q": call.total_q, **dims}, dtype=lambda role: stored, packed=packed)
     return kind(case, call.source, call.strided, "reference")  # type: ignore[arg-type]
 
 
 def _variant(precision: str, dims: dict[str, int]) -> dict[str, int]:
-    names = ("head_dim", "float32_rows") if precision == "bf16" else ("head_dim", "float32_rows", "token_scales")
+    names = ("head_dim", "float32_rows", *(["token_scales"] if precision in SCALED else []))
     return {name: dims[name] for name in names}

@@ -684,8 +684,15 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
                 {"sequences": [(40, 40)], "seed": 3, "late": False},
                 {"head_dim": 64, "float32_rows": 0, **scales[1], "num_pages": 70, "page_size": 1, "num_kv_heads": 1},
             ),
+            "pages of 16": (
+                {"sequences": [(60, 60)], "seed": 4, "strided": True},
+                {"head_dim": 64, "float32_rows": 1, **scales[0], "num_pages": 5, "page_size": 16, "num_kv_heads": 2},
+            ),
         }
-        for precision, scales in (("", ({}, {})), ("_q16kv8", ({"token_scales": 0}, {"token_scales": 1})))
+        for precision, scales in (
+            ("_q16kv8", ({"token_scales": 0}, {"token_scales": 1})),
+            *((other, ({}, {})) for other in ("", "_q16kv4", "_q16kvmx4")),
+        )
     },
     **{
         f"append_index{precision}": {
@@ -701,8 +708,15 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
                 {"sequences": [(40, 40)], "seed": 6},
                 {"head_dim": 128, "float32_rows": 0, **scales[1], "num_pages": 70, "page_size": 1},
             ),
+            "pages of 16": (
+                {"sequences": [(60, 60)], "seed": 7, "strided": True},
+                {"head_dim": 128, "float32_rows": 0, **scales[1], "num_pages": 5, "page_size": 16},
+            ),
         }
-        for precision, scales in (("", ({}, {})), ("_q8k8", ({"token_scales": 0}, {"token_scales": 1})))
+        for precision, scales in (
+            ("_q8k8", ({"token_scales": 0}, {"token_scales": 1})),
+            *((other, ({}, {})) for other in ("", "_q16k4", "_q16kmx4")),
+        )
     },
     "combine": {
         "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),

@@ -10,7 +10,7 @@
 # Outputs
 #   cache  [num_pages, page_size, head_dim]  float8_e4m3fn  last stride 1
 #   scale  [num_pages, page_size]            float32        any strides; optional; or one number, an input, without
-#                                                           token_scales
+#                                                           token_scales; of 4 bits one for every group of a key
 # Dims
 #   head_dim      compiled for 128, 64
 #   float32_rows  compiled for 0, 1

@@ -12,7 +12,8 @@
 #   k_cache  [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
 #   v_cache  [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
 #   k_scale  [num_pages, num_kv_heads, page_size]            float32        any strides; optional; or [num_kv_heads], an
-#                                                                           input, without token_scales
+#                                                                           input, without token_scales; of 4 bits one
+#                                                                           for every group of a row
 #   v_scale  [num_pages, num_kv_heads, page_size]            float32        any strides; optional; like k_scale
 # Dims
 #   head_dim      compiled for 128, 64

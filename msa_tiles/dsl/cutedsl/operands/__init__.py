@@ -75,8 +75,8 @@ Index keys have a contract of their own, and modules `index_<format>` that a row
 Caches that rows are written into have modules `append_<format>`, which a row names likewise.
   Cache(head_dim, **scales)
     arguments(pages, heads, page), stored(*tensors)   as above
-    scale_of(values, stored, head, use_scale)   the scale of a row, whose lanes have VECTOR values each, or None; all
-                            threads of a warp call it
+    scale_of(values, stored, head, use_scale)   the scale of a row, whose lanes have VECTOR values each, or of its group
+                            (msa_tiles.dsl.cutedsl.append_groups), or None; all threads of a warp call it
     write(values, scale, stored, page, head, place, lane)   those values, and what belongs beside the row
 
 What the docstring of `Left`, `Right` or `InRing` says behind its first paragraph, the kernel's says too: it speaks of K

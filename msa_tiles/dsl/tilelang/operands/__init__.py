@@ -33,9 +33,10 @@ Macros, whose first argument is an operand:
 
 Caches that rows are written into have modules `append_<format>`, which a row names (`operands: {key_value: …}`):
   TENSORS, Stored               as above
-  Cache(name, head_dim, **scales)   tensor(pages, heads, page), scale(pages, heads, page): the parameters of the kernel
+  Cache(name, head_dim, **scales)   tensor(pages, heads, page), scale(pages, heads, page), and global_scale(heads) of a
+                                format that has one: the parameters of the kernel
   find_scale(cache, stored, values, head, use_scale, scale)   macro: the scale of a row, whose lanes have VECTOR values
-                                each; all threads of a warp call it
+                                each, or of its group (msa_tiles.dsl.tilelang.append_groups); all threads of a warp call
   write(cache, stored, values, scale, page, head, place, column, packed)   macro: those values, and what belongs beside
                                 the row
 

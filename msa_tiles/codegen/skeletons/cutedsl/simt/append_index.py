@@ -30,8 +30,11 @@ def append_index(
 
     idx_k [total_q, 1, head_dim], float32 with float32_rows, and slots int32 [total_q, words] (of one word, or of two
     with the lower one first: page * page size + place) -> cache [pages, 1, page size, head_dim].
-    # % if precision.scale
+    # % if "token_scales" in plan.variants
     cache_scale is [1], what keys are divided by with use_scale, or with token_scales [pages, 1, page size], written.
+    # % elif precision.scale
+    The cache holds two values in a byte. Bytes of cache_scale [pages, 1, page size / n, n, groups] are written, one for
+    every group of a key; the global scale, of formats that have one, is [1].
     # % endif
 
     Returns the entry point and stand-ins for its arguments.
@@ -67,8 +70,8 @@ class AppendIndex:
         """Stand-ins for cute.compile: keys, slots, the cache, scalars and the stream."""
         rows, heads = row_arguments(self.element, self.head_dim, 1)
         cache = self.cache.arguments(cute.sym_int(), heads, cute.sym_int())
-        scalars = ()  # % if not precision.scale
-        scalars = (Int32(0),)  # % if precision.scale
+        scalars = ()  # % if "token_scales" not in plan.variants
+        scalars = (Int32(0),)  # % if "token_scales" in plan.variants
         return (*rows, *cache, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
@@ -77,14 +80,14 @@ class AppendIndex:
         idx_k: cute.Tensor,
         slots: cute.Tensor,
         cache: cute.Tensor,  # <- tensors of operands.index_key
-        use_scale: Int32,  # % if precision.scale
+        use_scale: Int32,  # % if "token_scales" in plan.variants
         stream,
     ):
         """Launch, as early as the kernel before allows. Keys begin at multiples of 16 bytes."""
         stored = self.cache.stored(
             cache,  # <- tensors of operands.index_key
         )
-        use_scale = Int32(0)  # % if not precision.scale
+        use_scale = Int32(0)  # % if "token_scales" not in plan.variants
         self.kernel(idx_k, slots, stored, use_scale).launch(
             grid=(cute.ceil_div(idx_k.shape[0] * idx_k.shape[1], ROWS), 1, 1),
             block=(self.cta.threads, 1, 1),

@@ -30,8 +30,11 @@ def append_kv(
 
     k, v [total_q, heads, head_dim], float32 with float32_rows, and slots int32 [total_q, words] (of one word, or of two
     with the lower one first: page * page size + place) -> k_cache, v_cache [pages, heads, page size, head_dim].
-    # % if precision.scale
+    # % if "token_scales" in plan.variants
     k_scale and v_scale are [heads], what rows are divided by, or with token_scales [pages, heads, page size], written.
+    # % elif precision.scale
+    Caches hold two values in a byte. Bytes of k_scale and v_scale [pages, heads, page size / n, n, groups] are written,
+    one for every group of a row; global scales, of formats that have them, are [heads].
     # % endif
 
     Returns the entry point and stand-ins for its arguments.

@@ -30,8 +30,11 @@ def append_index(
 
     idx_k [total_q, 1, head_dim], float32 with float32_rows, and slots int32 [total_q, words] (of one word, or of two
     with the lower one first: page * page size + place) -> cache [pages, 1, page size, head_dim].
-    # % if precision.scale
+    # % if "token_scales" in plan.variants
     cache_scale is [1], what keys are divided by with use_scale, or with token_scales [pages, 1, page size], written.
+    # % elif precision.scale
+    The cache holds two values in a byte. Bytes of cache_scale [pages, 1, page size / n, n, groups] are written, one for
+    every group of a key; the global scale, of formats that have one, is [1].
     # % endif
     """
     lanes = head_dim // VECTOR
@@ -49,7 +52,8 @@ def append_index(
         slots: T.StridedTensor((total_q, words), (slot_token, 1), "int32"),
         cache: keys.tensor(pages, heads, page_size),
         cache_scale: keys.scale(pages, heads, page_size),  # % if precision.scale
-        use_scale: T.int32,  # % if precision.scale
+        cache_global_scale: keys.global_scale(heads),  # % if precision.scale and precision.scale.global_dtype
+        use_scale: T.int32,  # % if "token_scales" in plan.variants
     ):
         with T.Kernel(T.ceildiv(total_q * heads, ROWS), threads=ROWS * lanes) as block:
             stored = index_key.Stored(
@@ -72,8 +76,8 @@ def append_index(
             if slot[0] >= 0:
                 load_row(idx_k, token, head, column, element, packed, key)
             # Every lane takes part in the shuffles.
-            index_key.find_scale(keys, stored, key, head, 0, scale)  # % if not precision.scale
-            index_key.find_scale(keys, stored, key, head, use_scale, scale)  # % if precision.scale
+            index_key.find_scale(keys, stored, key, head, 0, scale)  # % if "token_scales" not in plan.variants
+            index_key.find_scale(keys, stored, key, head, use_scale, scale)  # % if "token_scales" in plan.variants
             if slot[0] >= 0:
                 page = T.truncdiv(slot[0], page_size)
                 place = T.truncmod(slot[0], page_size)

@@ -30,8 +30,11 @@ def append_kv(
 
     k, v [total_q, heads, head_dim], float32 with float32_rows, and slots int32 [total_q, words] (of one word, or of two
     with the lower one first: page * page size + place) -> k_cache, v_cache [pages, heads, page size, head_dim].
-    # % if precision.scale
+    # % if "token_scales" in plan.variants
     k_scale and v_scale are [heads], what rows are divided by, or with token_scales [pages, heads, page size], written.
+    # % elif precision.scale
+    Caches hold two values in a byte. Bytes of k_scale and v_scale [pages, heads, page size / n, n, groups] are written,
+    one for every group of a row; global scales, of formats that have them, are [heads].
     # % endif
     """
     lanes = head_dim // VECTOR
@@ -51,8 +54,10 @@ def append_kv(
         slots: T.StridedTensor((total_q, words), (slot_token, 1), "int32"),
         k_cache: k_rows.tensor(pages, heads, page_size),
         k_cache_scale: k_rows.scale(pages, heads, page_size),  # % if precision.scale
+        k_cache_global_scale: k_rows.global_scale(heads),  # % if precision.scale and precision.scale.global_dtype
         v_cache: v_rows.tensor(pages, heads, page_size),
         v_cache_scale: v_rows.scale(pages, heads, page_size),  # % if precision.scale
+        v_cache_global_scale: v_rows.global_scale(heads),  # % if precision.scale and precision.scale.global_dtype
     ):
         with T.Kernel(T.ceildiv(total_q * heads, ROWS), threads=ROWS * lanes) as block:
             k_stored = key_value.Stored(
