@@ -100,7 +100,7 @@ class Left:
 
     @cute.jit
     def take(self, operand: cute.Tensor, held: Held, stage: Int32, phase: Int32, valid, thread: Int32):
-        """Wait for a stage and decode it, rows of values from `valid` on, if given, as zeros; then hand it back."""
+        """Wait for a stage and decode it, rows of values from `valid` on, if given, as zeros."""
         cute.arch.mbarrier_wait(held.full + stage, phase)
         lane = cute.arch.lane_idx()
         member = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -108,7 +108,6 @@ class Left:
         scales = self.scales_at(held, stage)
         registers = cute.recast_tensor(operand, Int32)
         self.decode_stage(registers, raw, scales, valid, member, lane, thread)
-        arrive(held.free + stage)
         return operand
 
     @cute.jit
@@ -124,5 +123,11 @@ class Left:
         """Start into = tile x right and close the group."""
         wgmma.multiply(product, into, tile, right)
 
-    def release(self, held, stage):
-        """The stage went back when it was decoded."""
+    @cute.jit
+    def release(self, held: Held, stage: Int32):
+        """Hand a stage back, once its product is there.
+
+        Not when it has been read: loads of shared memory that are issued may still be on their way behind an arrival,
+        and copies of scales that hit L1 overtook them.
+        """
+        arrive(held.free + stage)
