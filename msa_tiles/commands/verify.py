@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.smallest:
         grid = [(cell, smallest(found)) for cell, found in grid]
     # Compiled side by side first: the GPU would wait for each kernel otherwise.
-    jobs = launched(grid, registry)
+    jobs = to_compile(grid, registry)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, apart=True)
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
         if not outcome.good:
@@ -228,6 +228,13 @@ def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:
             watch = [tool, "--tool", args.sanitizer, "--error-exitcode", str(ERRORS), "--kernel-name", f"kns={kernels}"]
             bad += bool(subprocess.run([*watch, *again], check=False).returncode)
     return 1 if bad else 0
+
+
+def to_compile(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> list[Job]:
+    """The kernels that these cases launch, but for those that run from a pack."""
+    from msa_tiles.runtime import packs
+
+    return [job for job in launched(grid, registry) if packs.find(job.cell, job.variant) is None]
 
 
 def launched(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> list[Job]:

@@ -17,7 +17,7 @@ from msa_tiles import paths, runtime, spec
 from msa_tiles.call import backends
 from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
-from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime import CallFacts, packs
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell, default_registry
@@ -312,6 +312,16 @@ def test_the_sanitizer_watches_the_same_command(monkeypatch: pytest.MonkeyPatch)
 
 class Done:
     returncode = 23
+
+
+def test_what_a_pack_has_is_not_compiled(monkeypatch: pytest.MonkeyPatch, specs: spec.Specs) -> None:
+    registry = default_registry()
+    [cell] = registry.select("combine", "cutedsl", "sm90")
+    grid = [(cell, cases(cell, specs))]
+    wanted = verify_command.launched(grid, registry)
+    packed = wanted[0]
+    monkeypatch.setattr(packs, "find", lambda cell, variant: (cell, variant) == (packed.cell, packed.variant) or None)
+    assert wanted[1:] and verify_command.to_compile(grid, registry) == wanted[1:]
 
 
 def test_cells_are_shared_out_to_processes(monkeypatch: pytest.MonkeyPatch, specs: spec.Specs) -> None:
