@@ -1,25 +1,21 @@
-"""Reads `operators/*.yaml`: the contract, then the kernels wanted."""
+"""Reads `operators/*.yaml`: the contract; the kernels wanted, in `rows`."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msa_tiles.spec.expression import Expression, ExpressionError
-from msa_tiles.spec.hardware import read_opcodes
+from msa_tiles.spec.expression import Expression, read_expression
 from msa_tiles.spec.inherit import lineage
 from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import (
-    DSLS,
     POSITION_DIMS,
     ROLES,
     STRIDES,
-    WIDE_ELEMENTS,
-    KernelRow,
     Operator,
     Parameter,
     Roofline,
@@ -27,6 +23,7 @@ from msa_tiles.spec.model import (
     Variants,
     frozen,
 )
+from msa_tiles.spec.rows import read_rows
 from msa_tiles.spec.source import Fields, Node
 from msa_tiles.spec.work import QUANTITIES, describe
 from msa_tiles.spec.workloads import parameter_value, read_workloads
@@ -37,13 +34,6 @@ DTYPES = ("bfloat16", "float32", "int32")
 PRECISION_DTYPES = (*(f"precision.{role}{part}" for role in ROLES for part in ("", ".scale")), "precision.output")
 # An operator that ranks scores without writing them states their tolerance beside those of its outputs.
 RANKED = "score"
-# Which points of `variants.ci` a row is compiled at; the first is the default.
-CI_POINTS = ("pairs", "values")
-_ROW_KEYS = ("mma", "tile")
-_OPTIONAL_ROW_KEYS = (
-    *("compute", "operands", "threads", "shared_memory", "copy", "registers", "tensor_memory", "expect", "features"),
-    *("ci", "only"),
-)
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
@@ -93,7 +83,7 @@ def read_operator(root: Node, file_stem: str) -> Operator:
         declared = keys.get("features", Node.entries, {})
         tolerance = keys.get("tolerance", lambda node: _tolerances(node, keys.nodes.get("outputs")))
         written = mistakes.read(_written, root) or []
-        kernels = mistakes.each(lambda row: _rows(row, variants, declared, file_stem), written)
+        kernels = mistakes.each(lambda row: read_rows(row, variants, declared, file_stem), written)
     return Operator(
         name=name,
         summary=summary,
@@ -140,7 +130,7 @@ def _roofline(node: Node, dims: Any) -> Roofline:
     known = None if dims is None else (*dims, *QUANTITIES)
     with Mistakes() as mistakes:
         keys = Fields(mistakes, node, ("flops", "bytes"))
-        flops, moved = (keys.get(key, lambda value: _expression(value, known)) for key in ("flops", "bytes"))
+        flops, moved = (keys.get(key, lambda value: read_expression(value, known)) for key in ("flops", "bytes"))
     return Roofline(flops=flops, bytes=moved)
 
 
@@ -181,27 +171,15 @@ def _dims(node: Node) -> dict[str, tuple[int, ...] | Expression | None]:
             return None
         if name in POSITION_DIMS:
             raise value.error(f"dim {name!r} follows from a call's lengths: write runtime")
-        return _expression(value, [other for other in entries if other != name])
+        return read_expression(value, [other for other in entries if other != name])
 
     with Mistakes() as mistakes:
         return mistakes.entries(read, entries)
 
 
-def _expression(node: Node, known: Any) -> Expression:
-    """`known` are the names that it may use; None where they could not be read."""
-    value = node.scalar()
-    try:
-        expression = Expression(str(node.integer(minimum=0)) if isinstance(value, int) else node.string())
-    except ExpressionError as error:
-        raise node.error(f"{node.name}: {error}") from error
-    if known is not None and (unknown := sorted(expression.names - set(known))):
-        raise node.error(f"{node.name} uses {', '.join(unknown)}; known names: {', '.join(known)}")
-    return expression
-
-
 def _expressions(node: Node, known: Any) -> tuple[Expression, ...]:
     with Mistakes() as mistakes:
-        return tuple(mistakes.each(lambda item: _expression(item, known), node.items()))
+        return tuple(mistakes.each(lambda item: read_expression(item, known), node.items()))
 
 
 def _tensor(name: str, node: Node, dims: Any) -> Tensor:
@@ -307,147 +285,3 @@ def _tolerance(node: Node, outputs: Any) -> Any:
     with Mistakes() as mistakes:
         keys = Fields(mistakes, node, outputs, optional=(RANKED,)).nodes if outputs is not None else node.entries()
         return frozen(mistakes.entries(lambda _, bound: bound.number(minimum=0), keys))
-
-
-def _rows(node: Node, variants: Variants | None, features: Collection[str], op: str) -> list[KernelRow]:
-    """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either.
-
-    A row without targets is one of the target "": of every target that can run it. `variants` are None where they have
-    a mistake.
-    """
-    with Mistakes() as mistakes:
-        keys = Fields(
-            mistakes,
-            node,
-            ("dsl", "precisions", *_ROW_KEYS),
-            optional=("targets", "algorithm", "adjust", *_OPTIONAL_ROW_KEYS),
-        )
-        dsl = keys.get("dsl", lambda value: value.string(DSLS))
-        algorithm = keys.get("algorithm", Node.identifier, "")
-        axes: dict[str, dict[str, Node]] = {"targets": {"": node}, "precisions": {"": node}}
-        for axis in axes:
-            axes[axis] = keys.get(axis, _listed, axes[axis])
-        if "targets" not in keys and "mma" in keys:
-            axes["targets"] = {"": keys.nodes["mma"]}
-        changes = keys.get("adjust", lambda value: _adjusted(value, axes), {})
-        rows = []
-        for target, precision in itertools.product(*axes.values()):
-            own = {key: keys.nodes[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
-            tile = keys.get("tile", Node.named, {})
-            for name in (target, precision):
-                own |= changes.get(name, {})
-                if "tile" in changes.get(name, {}):
-                    tile |= mistakes.read(changes[name]["tile"].named) or {}
-            if ("threads" in own) != ("shared_memory" in own):
-                mistakes.add(
-                    node.error("threads and shared_memory come together, or not at all where the kernel has a table")
-                )
-            lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
-            rows.append(((target, precision), own, lines, mistakes.read(_kernel, own, tile, variants, features, op)))
-    return [
-        KernelRow(
-            dsl=dsl,
-            target=target,
-            precision=precision,
-            algorithm=algorithm,
-            where=node.where,
-            key_lines=frozen({key: value.where for key, value in own.items()} | lines),
-            **kernel,
-        )
-        for (target, precision), own, lines, kernel in rows
-        if kernel is not None
-    ]
-
-
-def _listed(node: Node) -> dict[str, Node]:
-    """The items of a list of names, by name."""
-    names = node.strings()  # refuses what is named twice
-    if not names:
-        raise node.error(f"{node.name} must name at least one")
-    return dict(zip(names, node.items(), strict=True))
-
-
-def _adjusted(node: Node, axes: Mapping[str, Mapping[str, Node]]) -> dict[str, dict[str, Node]]:
-    """What `adjust` says, by target or precision."""
-
-    def read(name: str, change: Node) -> dict[str, Node]:
-        if not any(name in names for names in axes.values()):
-            raise change.error(f"adjust names {name!r}, which is neither a target nor a precision of the row")
-        found = change.fields((), optional=(*_ROW_KEYS, *_OPTIONAL_ROW_KEYS))
-        if not found:
-            raise change.error(f"{change.name} changes nothing")
-        return found
-
-    with Mistakes() as mistakes:
-        return mistakes.entries(read, node.entries())
-
-
-def _only(node: Node, variants: Variants | None, op: str) -> Mapping[str, tuple[int, ...]]:
-    """The values of compile-time dims that a row serves, the first of them the operator's first."""
-    if variants is None:
-        return frozen({})
-
-    def values(name: str, value: Node) -> tuple[int, ...]:
-        if name not in variants.exact:
-            raise value.error(
-                f"only names {name!r}, which is none of the exact dims of {op}: {', '.join(variants.exact)}"
-            )
-        served = list(dict.fromkeys(point[name] for point in variants.ci))
-        with Mistakes() as mistakes:
-            found = tuple(mistakes.each(Node.integer, value.items()))
-        if found[:1] != (served[0],) or not set(found) < set(served) or len(set(found)) < len(found):
-            raise value.error(
-                f"{name} {', '.join(map(str, found))}: wanted {served[0]} first, and then some but not all of "
-                f"{', '.join(map(str, served[1:]))}"
-            )
-        return found
-
-    with Mistakes() as mistakes:
-        return frozen(mistakes.entries(values, node.entries()))
-
-
-def _kernel(
-    keys: dict[str, Node], tile: dict[str, Node], variants: Variants | None, features: Collection[str], op: str
-) -> dict[str, Any]:
-    """What a row says of a kernel beside which cell it is."""
-    sizes = None if variants is None else (*tile, *variants.names)
-
-    def size(name: str, value: Node) -> int:
-        if variants is not None and name in variants.names:
-            raise value.error(f"tile name {name!r} is also a compile-time dim of {op}")
-        return value.integer(minimum=1)
-
-    def feature(item: Node) -> str:
-        if (name := item.string()) not in features:
-            raise item.error(f"feature {name!r} is none of those {op} declares: {', '.join(features)}")
-        return name
-
-    with Mistakes() as mistakes:
-
-        def get(key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:
-            found = mistakes.read(lambda: (reader(keys[key]),)) if key in keys else None
-            return default if found is None else found[0]
-
-        get("features", lambda value: mistakes.each(feature, value.items()))
-        found = {
-            "compute": get("compute", lambda value: value.string(WIDE_ELEMENTS)),
-            "operands": get("operands", _operands, frozen({})),
-            "mma": get("mma", Node.identifier),
-            "copy": get("copy", Node.strings, ()),
-            "tile": frozen(mistakes.entries(size, tile)),
-            "expect": get("expect", read_opcodes, ()),
-            "features": get("features", Node.strings, ()),
-            "ci": get("ci", lambda value: value.string(CI_POINTS), CI_POINTS[0]),
-            "only": get("only", lambda value: _only(value, variants, op), frozen({})),
-        }
-        for key in ("threads", "shared_memory", "registers", "tensor_memory"):
-            found[key] = get(key, lambda value: _expression(value, sizes))
-    return found
-
-
-def _operands(node: Node) -> Any:
-    with Mistakes() as mistakes:
-        operands = mistakes.entries(lambda _, value: value.identifier(), Fields(mistakes, node, (), ROLES).nodes)
-    if not operands:
-        raise node.error(f"{node.name} names no operand")
-    return frozen(operands)

@@ -8,6 +8,9 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from msa_tiles.spec.source import Node
 
 _BINARY: dict[type, Callable] = {
     ast.Add: operator.add,
@@ -154,3 +157,15 @@ def _evaluate(node: ast.expr, values: Mapping[str, int | float]) -> int | float:
             terms = [_evaluate(term, values) for term in (node.left, *node.comparators)]
             return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, terms[:-1], terms[1:], strict=True))
     raise AssertionError(node)
+
+
+def read_expression(node: Node, known: Any) -> Expression:
+    """`known` are the names that it may use; None where they could not be read."""
+    value = node.scalar()
+    try:
+        expression = Expression(str(node.integer(minimum=0)) if isinstance(value, int) else node.string())
+    except ExpressionError as error:
+        raise node.error(f"{node.name}: {error}") from error
+    if known is not None and (unknown := sorted(expression.names - set(known))):
+        raise node.error(f"{node.name} uses {', '.join(unknown)}; known names: {', '.join(known)}")
+    return expression

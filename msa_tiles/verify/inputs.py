@@ -14,6 +14,7 @@ from msa_tiles.verify.cases import Disagreement
 
 POISON_INT = -0x5A5A5A5A
 _ALIGNED = 16  # bytes: a kernel's vector loads and TMA boxes want strides of this unit
+TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,27 @@ def paged(source: Source, keys: Tensor, lengths: Lengths, page_size: int) -> Pag
             taken += 1
     used_k = torch.tensor(used, dtype=torch.int32, device=keys.device)
     return Paged(pool, table.to(keys.device)[:, :-1], used_k)
+
+
+def placed(
+    source: Source, lengths: Lengths, pages_per_block: int, block_size: int, strided: bool, *keys: Tensor
+) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """The arguments that place these flat keys, and the keys as the call stores them.
+
+    Paged ones interleave in one pool, [pages, page, keys * dim] or [pages, heads, page, keys * dim]; `strided` calls
+    also give every query a position of its own.
+    """
+    options = lengths.keywords()
+    if pages_per_block:
+        pool = paged(source, torch.cat(keys, -1), lengths, block_size // pages_per_block)
+        options = pool.keywords(lengths)
+        stored = pool.pool if pool.pool.ndim == 3 else pool.pool.transpose(1, 2)
+        keys = stored.split(keys[0].shape[-1], -1)
+    elif strided:
+        keys = tuple(spread(tensor) for tensor in keys)
+    if strided:
+        options["q_positions"] = source.positions(lengths)
+    return options, keys
 
 
 def spread(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:

@@ -1,12 +1,13 @@
 """How each operator is called, and what its answer is compared with.
 
 A check makes its inputs once. `run` calls the operator, into its own outputs or into poisoned buffers of the caller;
-`compare` raises Disagreement or returns the worst error of each output.
+`compare` raises Disagreement or returns the worst error of each output. Those of attention, decode and merging are
+here; those of the selection, of caches and of training stand in files beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,36 +17,12 @@ from msa_tiles import ops, reference
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
 from msa_tiles.ops.build_schedule import build_on
-from msa_tiles.reference.batch import read_batch
-from msa_tiles.verify import caches, compare, gradient_parts, index_parts, packed, schedules, training
+from msa_tiles.verify import caches, compare, gradient_parts, index_parts, packed, schedules, selection, training
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
-from msa_tiles.verify.quantised import dequantised, index_scales, key_scales, loud_head, spoil, unit_of
-
-TOKEN_MAJOR = (1, 0, 2)  # how the caller's buffers lay out [heads, tokens, …]
-
-
-def placed(
-    source: Source, lengths: Lengths, pages_per_block: int, block_size: int, strided: bool, *keys: Tensor
-) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """The arguments that place these flat keys, and the keys as the call stores them.
-
-    Paged ones interleave in one pool, [pages, page, keys * dim] or [pages, heads, page, keys * dim]; `strided` calls
-    also give every query a position of its own.
-    """
-    options = lengths.keywords()
-    if pages_per_block:
-        pool = paged(source, torch.cat(keys, -1), lengths, block_size // pages_per_block)
-        options = pool.keywords(lengths)
-        stored = pool.pool if pool.pool.ndim == 3 else pool.pool.transpose(1, 2)
-        keys = stored.split(keys[0].shape[-1], -1)
-    elif strided:
-        keys = tuple(spread(tensor) for tensor in keys)
-    if strided:
-        options["q_positions"] = source.positions(lengths)
-    return options, keys
+from msa_tiles.verify.inputs import TOKEN_MAJOR, Buffer, Lengths, Source, placed, spread
+from msa_tiles.verify.quantised import dequantised, key_scales, loud_head, spoil, unit_of
 
 
 class Check(Protocol):
@@ -63,189 +40,6 @@ class Check(Protocol):
 
         Raises Disagreement.
         """
-
-
-class IndexScore:
-    """Scores against the reference in float32 on the same inputs, dequantised where they are."""
-
-    op = staticmethod(ops.index_score)
-
-    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
-        dims, self.case, self.strided = case.dims, case, strided
-        lengths = source.lengths(case.workload.sequences, shortened=strided)
-        queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
-        self.idx_q = source.values(queries, case.dtype("query"))
-        keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
-        if strided:
-            spoil(source, lengths, keys)
-        self.idx_k: Any
-        self.where, (self.idx_k,) = placed(source, lengths, dims["pages_per_block"], dims["block_size"], strided, keys)
-        if strided:
-            self.idx_q = spread(self.idx_q)
-        # As the reference takes them.
-        self.keys = self.idx_k.float()
-        if case.packed:
-            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided, source.integers)
-            self.keys = self.idx_k.dequantize()
-        scaled = case.precision.scale is not None and not case.packed
-        self.scales: dict[str, Any] = index_scales(source, dims, lengths, strided) if scaled else {}
-        self.shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
-        causal = case.workload.parameters.get("causal", True)
-        self.options: dict[str, Any] = {"block_size": dims["block_size"], "causal": causal}
-        self.backend = backend
-
-    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        where = {**self.where, **self.scales, **self.options, "backend": self.backend}
-        if not into_buffers:
-            return (self.op(self.idx_q, self.idx_k, **where),)
-        buffer = Buffer(self.shape, torch.float32, self.idx_q.device, TOKEN_MAJOR)
-        self.op(self.idx_q, self.idx_k, out=buffer.view.transpose(0, 1), layout="token_major", **where)
-        buffer.check_gaps("out")
-        return (buffer.view,)
-
-    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
-        wanted = reference.index_score(
-            self.idx_q.float(),
-            self.keys,
-            num_blocks=self.shape[2],
-            **self.where,
-            **self.scales,
-            **self.options,
-        )
-        # Of a head with small scales, small errors count.
-        unit = unit_of_scores(self.scales, self.shape, wanted.device)
-        metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
-        return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"], metric)
-
-
-def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """What errors of scores [Hi, T, …] are counted in: the scales of the queries, [Hi, T, 1], or ones on `device`."""
-    q_scale = scales["q_scale"] if "q_scale" in scales else torch.ones((), device=device)
-    return q_scale.expand(shape[1], shape[0]).T[..., None]
-
-
-class DecodeScore(IndexScore):
-    """The same for decode_score."""
-
-    op = staticmethod(ops.decode_score)
-
-
-class TopkSelect:
-    """Ids of scores that hold ties, NaN and infinities; equal to the reference's, always."""
-
-    op = staticmethod(ops.topk_select)
-
-    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
-        dims = case.dims
-        shape = (dims["num_index_heads"], dims["total_q"], dims["max_blocks"])
-        score = source.values(shape, torch.float32)
-        for value in (float("nan"), float("inf"), -float("inf"), -0.0):
-            score = score.masked_fill(source.chance(0.02, shape), value)
-        self.lengths = source.lengths(case.workload.sequences, shortened=False)
-        self.options: dict[str, Any] = {
-            **self.lengths.keywords(),
-            **case.workload.parameters,
-            "num_kv_heads": dims["num_kv_heads"],
-            "block_size": dims["block_size"],
-        }
-        if strided:
-            score = spread(score, TOKEN_MAJOR)
-            if shape[2]:
-                valid = source.whole(0, shape[2] + 1, (shape[1],)).to(torch.int32)
-                self.options["num_valid_blocks"] = valid
-        elif shape[2]:
-            self.options["q_positions"] = source.positions(self.lengths) if source.whole(0, 2, (1,)).item() else None
-        self.score, self.topk, self.backend = score, dims["topk"], backend
-        self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
-
-    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if not into_buffers:
-            return (self.op(self.score, self.topk, backend=self.backend, **self.options),)
-        buffer = Buffer(self.shape, torch.int32, self.score.device, TOKEN_MAJOR)
-        self.op(self.score, self.topk, out=buffer.view, backend=self.backend, **self.options)
-        buffer.check_gaps("out")
-        return (buffer.view,)
-
-    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
-        return compare.same("out", outputs[0], reference.topk_select(self.score, self.topk, **self.options))
-
-
-class DecodeTopk(TopkSelect):
-    """The same for decode_topk."""
-
-    op = staticmethod(ops.decode_topk)
-
-
-class SelectBlocks:
-    """Ids equal to the reference's on integers; on other values they may differ where scores nearly tie."""
-
-    def __init__(self, case: Case, source: Source, strided: bool, backend: str) -> None:
-        dims, self.case, self.exact = case.dims, case, source.integers
-        self.lengths = source.lengths(case.workload.sequences, shortened=strided)
-        queries = (dims["total_q"], dims["num_index_heads"], dims["head_dim"])
-        self.idx_q = source.values(queries, case.dtype("query"))
-        keys = source.values((dims["total_k"], dims["head_dim"]), case.dtype("index_key"))
-        if strided:
-            spoil(source, self.lengths, keys)
-        self.idx_k: Any
-        self.where, (self.idx_k,) = placed(
-            source, self.lengths, dims["pages_per_block"], dims["block_size"], strided, keys
-        )
-        if strided:
-            self.idx_q = spread(self.idx_q)
-        self.keys = self.idx_k.float()
-        if case.packed:
-            self.idx_k = packed.index_keys_of(case.packed, self.idx_k, strided, source.integers)
-            self.keys = self.idx_k.dequantize()
-        self.topk, self.block_size, self.backend = dims["topk"], dims["block_size"], backend
-        self.shape = (dims["num_kv_heads"], dims["total_q"], self.topk)
-        scaled = case.precision.scale is not None and not case.packed
-        self.scales: dict[str, Any] = index_scales(source, dims, self.lengths, strided) if scaled else {}
-        self.options: dict[str, Any] = {
-            **self.where,
-            **self.scales,
-            **case.workload.parameters,
-            "num_kv_heads": dims["num_kv_heads"],
-            "block_size": self.block_size,
-        }
-
-    def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
-        if not into_buffers:
-            return (ops.select_blocks(self.idx_q, self.idx_k, self.topk, backend=self.backend, **self.options),)
-        buffer = Buffer(self.shape, torch.int32, self.idx_q.device, TOKEN_MAJOR)
-        ops.select_blocks(self.idx_q, self.idx_k, self.topk, out=buffer.view, backend=self.backend, **self.options)
-        buffer.check_gaps("out")
-        return (buffer.view,)
-
-    def compare(self, outputs: tuple[Tensor, ...]) -> compare.Errors:
-        idx_q, idx_k = self.idx_q.float(), self.keys
-        wanted = reference.select_blocks(idx_q, idx_k, self.topk, **self.options)
-        if self.exact:
-            return compare.same("out", outputs[0], wanted)
-        scores = reference.index_score(idx_q, idx_k, block_size=self.block_size, **self.where, **self.scales)
-        # Heads of a group are ranked together, so that errors count beside the largest scale among them.
-        groups = (self.shape[0], -1)
-        unit = unit_of_scores(self.scales, scores.shape, scores.device).unflatten(0, groups).amax(1)
-        scores = scores.unflatten(0, groups).nan_to_num(nan=-torch.inf).amax(1) / unit
-        return compare.selections(
-            "out",
-            outputs[0],
-            wanted,
-            scores,
-            self._forced(scores.shape[-1]),
-            self.options.get("order", "ascending"),
-            2 * self.case.score_tolerance,
-            compare.OVER_SCALE if self.scales else compare.ABSOLUTE,
-        )
-
-    def _forced(self, num_blocks: int) -> Tensor:
-        """[T, NB]: the init and local blocks of each query."""
-        where = {name: value for name, value in self.where.items() if not name.startswith("max_")}
-        batch = read_batch(self.shape[1], self.idx_q.device, total_k=len(self.keys), **where)
-        valid = batch.num_valid_blocks(self.block_size)[:, None]
-        block = torch.arange(num_blocks, device=self.idx_q.device)
-        init, local = self.options.get("init_blocks", 0), self.options.get("local_blocks", 1)
-        return (block < valid) & ((block < init) | (block >= valid - local))
 
 
 class SparseAttention:
@@ -457,17 +251,13 @@ class BuildSchedule:
 
 
 CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
-    "index_score": IndexScore,
-    "topk_select": TopkSelect,
-    "decode_topk": DecodeTopk,
-    "select_blocks": SelectBlocks,
     "sparse_attention": SparseAttention,
-    "decode_score": DecodeScore,
     "sparse_decode": SparseDecode,
     "combine": Combine,
     "build_schedule": BuildSchedule,
     "split_selection": SplitSelection,
     "shared_attention": SharedAttention,
+    **selection.CHECKS,
     **caches.CHECKS,
     **gradient_parts.CHECKS,
     **index_parts.CHECKS,

@@ -21,7 +21,7 @@ from msa_tiles.runtime import CallFacts, packs
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell, default_registry
-from msa_tiles.verify import compare, inputs, operators, quantised, runner
+from msa_tiles.verify import compare, inputs, operators, quantised, runner, selection
 from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 
 CPU = torch.device("cpu")
@@ -216,7 +216,7 @@ def test_scales_that_a_kernel_forgets_are_noticed(name: str, specs: spec.Specs) 
     workload = dataclasses.replace(case.workload, sequences=((70, 1300),), dims={"num_kv_heads": 4})
     case = dataclasses.replace(case, workload=workload)
     for strided in (False, True):
-        check = operators.SelectBlocks(case, inputs.Source(CPU, 5, case.workload.values), strided, "reference")
+        check = selection.SelectBlocks(case, inputs.Source(CPU, 5, case.workload.values), strided, "reference")
         check.compare(check.run(into_buffers=False))
         del check.options[name]
         (wrong,) = check.run(into_buffers=False)

@@ -21,8 +21,7 @@ from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
-from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, spread
-from msa_tiles.verify.operators import placed
+from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, placed, spread
 from msa_tiles.verify.quantised import index_scales
 
 TOKEN_MAJOR = (1, 0, 2)
