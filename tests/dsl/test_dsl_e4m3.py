@@ -37,7 +37,9 @@ class View:
 
 def prmt(low: int, high: int, selector: int) -> Int32:
     data = [int(word) >> 8 * i & 255 for word in (low, high) for i in range(4)]
-    return Int32(sum(data[int(selector) >> 4 * i & 7] << 8 * i for i in range(4)))
+    # Of a number above 7 the highest bit of the byte counts, eight times.
+    data += [(byte >> 7) * 255 for byte in data]
+    return Int32(sum(data[int(selector) >> 4 * i & 15] << 8 * i for i in range(4)))
 
 
 def halves(word: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 SIGNS = (1 << 15) - (1 << 31)  # of both halves
+NIBBLES = 0x0F0F0F0F
 CODE_F16, CODE_BF16 = 9, 6  # the lowest bit of the three
 POWER_F16, POWER_BF16 = 14, 126  # of two, that the number lacks there
 
@@ -21,6 +22,23 @@ def halves(word, number, lowest):
 
 def shifted(word, places):
     return word << places if places >= 0 else word >> -places
+
+
+def apart(word):
+    """The codes of a word in their order, two a word: in the lowest bits of its halves."""
+    even, odd = word & NIBBLES, word >> 4 & NIBBLES
+    # Byte i of both, each behind its highest bit eight times, which is 0: a number above 7 says so.
+    return [Int32(cute.arch.prmt(even, odd, Int32(0xC480 + 0x1111 * i))) for i in range(4)]
+
+
+def as_bf16(codes):
+    """Two codes in the lowest bits of halves as bfloat16: one product makes two copies, of which one has the sign."""
+    return codes * ((1 << 12) + (1 << CODE_BF16)) & (0x1C001C0 | SIGNS)
+
+
+def as_f16(codes):
+    """The same as float16, where the copies would meet: the sign moves by itself."""
+    return (codes & 0x80008) * ((1 << 12) - (1 << CODE_F16)) + codes * (1 << CODE_F16)
 
 
 def times_f16(first, second):

@@ -9,7 +9,7 @@ from cutlass import Int32
 from msa_tiles.dsl.cutedsl import packed_left, packed_right
 from msa_tiles.dsl.cutedsl.decoded_left import Held
 from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
-from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, e8m0_bits, halves, times_bf16
+from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, apart, as_bf16, e8m0_bits, halves, times_bf16
 from msa_tiles.dsl.cutedsl.packed import Stored
 from msa_tiles.dsl.table import declares
 
@@ -63,9 +63,13 @@ class Format:
     def value(self, word, code, factor):
         return number(word, code, factor)
 
-    def key_factor(self, code):
-        """What codes of one token are multiplied with."""
-        return value_factor(code, code)
+    def factors_of(self, codes):
+        """What the codes of 16 bytes are multiplied with, of the scale of their group."""
+        return [value_factor(codes, codes)]
+
+    def numbers(self, word, factor):
+        """The codes of a word in their order, two a word."""
+        return [scaled(as_bf16(pair), factor) for pair in apart(word)]
 
     def fold(self, value, stored, head):
         return value
@@ -88,5 +92,10 @@ def value_factor(first, second):
 
 
 def number(word, code, factor):
+    """Codes `code` and `code` + 4 of a word."""
+    return scaled(halves(word, code, CODE_BF16), factor)
+
+
+def scaled(codes, factor):
     """Two codes as they are, which may be subnormal only once they are scaled."""
-    return times_bf16(times_bf16(halves(word, code, CODE_BF16), Int32(WHOLE)), factor)
+    return times_bf16(times_bf16(codes, Int32(WHOLE)), factor)

@@ -13,7 +13,19 @@ from msa_tiles.dsl.cutedsl import packed_left, packed_right
 from msa_tiles.dsl.cutedsl.decoded_left import Held
 from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
 from msa_tiles.dsl.cutedsl.decoding import decode_f16, widen
-from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, CODE_F16, POWER_BF16, POWER_F16, both, halves, times_bf16, times_f16
+from msa_tiles.dsl.cutedsl.e2m1 import (
+    CODE_BF16,
+    CODE_F16,
+    POWER_BF16,
+    POWER_F16,
+    apart,
+    as_bf16,
+    as_f16,
+    both,
+    halves,
+    times_bf16,
+    times_f16,
+)
 from msa_tiles.dsl.cutedsl.packed import Stored
 from msa_tiles.dsl.table import declares
 
@@ -70,9 +82,18 @@ class Format:
     def value(self, word, code, factor):
         return times_f16(halves(word, code, CODE_F16), factor)
 
-    def key_factor(self, code):
-        """What codes of one token are multiplied with."""
-        return widen(value_factor(code, code), Float32(2.0**KEY_POWER))
+    def factors_of(self, codes):
+        """What the codes of 16 bytes are multiplied with, half by half, of the scales of their groups."""
+        pair = decode_f16(codes)[0]
+        if self.name != "v":
+            pair = widen(pair, Float32(2.0**KEY_POWER))
+        return [both(pair, half) for half in range(2)]
+
+    def numbers(self, word, factor):
+        """The codes of a word in their order, two a word."""
+        if self.name == "v":
+            return [times_f16(as_f16(pair), factor) for pair in apart(word)]
+        return [times_bf16(as_bf16(pair), factor) for pair in apart(word)]
 
     def fold(self, value, stored, head):
         return value * self.of_head(stored, head)
