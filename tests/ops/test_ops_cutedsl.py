@@ -285,7 +285,11 @@ def test_attention_on_fp8(
 @pytest.mark.parametrize(
     ("op", "precision"),
     sorted(
-        {(c.op, c.precision) for c in default_registry().select(dsl="cutedsl") if c.precision in ("q16kv4", "q16kvmx4")}
+        {
+            (c.op, c.precision)
+            for c in default_registry().select(dsl="cutedsl")
+            if c.precision in ("q16kv4", "q16kvmx4") and c.op != "shared_attention"
+        }
     ),
 )
 @pytest.mark.parametrize(("place", "make"), PLACES)
@@ -410,6 +414,11 @@ def test_hybrid_attention(
     ops.sparse_attention(make(130, 32, 128), k, k, ids, **where)
     ops.sparse_attention(make(130, 32, 128), k, k, ids, out=strided(130, 32, 128), return_lse=True, **where)
     assert launched == ["split_selection", "build_schedule", "sparse_attention", "shared_attention"] * 2
+    launched.clear()
+    for quantize in (quantize_nvfp4, quantize_mxfp4):
+        ops.sparse_attention(make(130, 32, 128), quantize(k), quantize(k), ids, **where)
+    # What reads ids alone has no kernel by the name of this precision.
+    assert launched == ["sparse_attention", "shared_attention"] * 2
 
 
 @pytest.mark.parametrize(("place", "make"), PLACES[:2])

@@ -54,8 +54,8 @@ With SCORES in its module, as where keys are multiplied as they are stored, it m
 
 Formats that are decoded share what surrounds it (msa_tiles.dsl.cutedsl.decoded_left, decoded_right, and decoding for
 words). Beside them e4m3 has its storage and a file for each place (e4m3_storage, e4m3_left, e4m3_right, e4m3_ring);
-formats of 4 bits share theirs (packed, packed_left, packed_right), and a module here has the group, the scales, and
-what a code becomes.
+formats of 4 bits share theirs (packed, packed_left, packed_tile, packed_right, packed_ring), and a module here has the
+group, the scales, and what a code becomes.
 
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries

@@ -6,18 +6,33 @@ All become bfloat16, whose exponents are those of e8m0: what is beyond its numbe
 import cutlass
 from cutlass import Int32
 
-from msa_tiles.dsl.cutedsl import packed_left, packed_right
+from msa_tiles.dsl.cutedsl import packed_left, packed_right, packed_ring
 from msa_tiles.dsl.cutedsl.decoded_left import Held
 from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
 from msa_tiles.dsl.cutedsl.e2m1 import CODE_BF16, POWER_BF16, apart, as_bf16, e8m0_bits, halves, times_bf16
 from msa_tiles.dsl.cutedsl.packed import Stored
+from msa_tiles.dsl.cutedsl.packed_ring import query_parts, ring_parts
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale")
 GROUP = 32
 WHOLE = (127 + POWER_BF16) * 0x800080  # the power of two that codes lack, twice
 
-__all__ = ["TENSORS", "Held", "HeldRight", "Left", "Right", "Stored", "multiplied", "parts", "right_parts"]
+__all__ = [
+    "TENSORS",
+    "Held",
+    "HeldRight",
+    "InRing",
+    "Left",
+    "Right",
+    "Stored",
+    "in_ring",
+    "multiplied",
+    "parts",
+    "query_parts",
+    "right_parts",
+    "ring_parts",
+]
 
 
 @declares
@@ -38,6 +53,12 @@ def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspec
 def multiplied(name):
     """The element of the product that keys ("k") or values ("v") are part of."""
     return "bfloat16"
+
+
+@declares
+def in_ring(name):
+    """The element of a ring's tiles."""
+    return multiplied(name)
 
 
 class Format:
@@ -84,6 +105,15 @@ class Left(Format, packed_left.Left):
 
 class Right(Format, packed_right.Right):
     """Blocks as the right side of products of 64-row tiles."""
+
+
+class InRing(Format, packed_ring.InRing):
+    """The same in a ring of tiles of the kernel's.
+
+    K and V come as bytes to the last quarter of their stage, with the scales of groups before it, and the decoders make
+    bfloat16 of them in place, times those scales. What the last rows are made of is in registers before one of them is
+    written.
+    """
 
 
 def value_factor(first, second):

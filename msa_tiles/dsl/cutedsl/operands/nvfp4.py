@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from msa_tiles.dsl.cutedsl import packed_left, packed_right
+from msa_tiles.dsl.cutedsl import packed_left, packed_right, packed_ring
 from msa_tiles.dsl.cutedsl.decoded_left import Held
 from msa_tiles.dsl.cutedsl.decoded_right import HeldRight
 from msa_tiles.dsl.cutedsl.decoding import decode_f16, widen
@@ -27,6 +27,7 @@ from msa_tiles.dsl.cutedsl.e2m1 import (
     times_f16,
 )
 from msa_tiles.dsl.cutedsl.packed import Stored
+from msa_tiles.dsl.cutedsl.packed_ring import query_parts, ring_parts
 from msa_tiles.dsl.table import declares
 
 TENSORS = ("", "_scale", "_global_scale")
@@ -34,7 +35,21 @@ GROUP = 16
 # Of keys, what the largest scale may be multiplied with: 448 is below 2**9, bfloat16 ends at 2**128.
 KEY_POWER = 118
 
-__all__ = ["TENSORS", "Held", "HeldRight", "Left", "Right", "Stored", "multiplied", "parts", "right_parts"]
+__all__ = [
+    "TENSORS",
+    "Held",
+    "HeldRight",
+    "InRing",
+    "Left",
+    "Right",
+    "Stored",
+    "in_ring",
+    "multiplied",
+    "parts",
+    "query_parts",
+    "right_parts",
+    "ring_parts",
+]
 
 
 @declares
@@ -55,6 +70,12 @@ def right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspec
 def multiplied(name):
     """The element of the product that keys ("k") or values ("v") are part of."""
     return "bfloat16" if name == "k" else "float16"
+
+
+@declares
+def in_ring(name):
+    """The element of a ring's tiles."""
+    return multiplied(name)
 
 
 class Format:
@@ -109,6 +130,19 @@ class Left(Format, packed_left.Left):
 
 class Right(Format, packed_right.Right):
     """Blocks as the right side of products of 64-row tiles."""
+
+
+class InRing(Format, packed_ring.InRing):
+    """The same in a ring of tiles of the kernel's.
+
+    K and V come as bytes to the last quarter of their stage, with the scales of groups before it, and the decoders make
+    16 bits of them in place, times those scales: K becomes bfloat16, V float16. What the last rows are made of is in
+    registers before one of them is written. The scale of a head is folded into the softmax's (keys) and multiplies O
+    behind the last shared block (values).
+    """
+
+    def fold(self, value, stored, head):
+        return packed_ring.least_scale(super().fold(value, stored, head))
 
 
 def key_factors(scales):

@@ -443,8 +443,12 @@ class SharedAttention:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, blocks.block_bytes)
             for p in cutlass.range_constexpr(blocks.pages_per_block):
                 of_page = keys[None, None, head, cute.arch.shuffle_sync(page, p)]
+                # % if not declared.key_value.get("GROUP")
                 for panel in cutlass.range_constexpr(self.head_dim // blocks.panel):
                     tma.load_box(stored.atom, of_page, Int32(0), panel, boxes[None, None, p, panel], full)
+                # % else
+                tma.load_box(stored.atom, of_page, Int32(0), 0, boxes[None, None, p, 0], full)
+                # % endif
         operand.load_scales(stored, row, page, head, self.tile_of(shared, stage), full)
 
     def tile_of(self, shared, stage):
