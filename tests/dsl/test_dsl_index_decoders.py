@@ -24,6 +24,7 @@ from msa_tiles.quant import GROUPS
 
 CASES = {
     "decode_score": Case("decode_score_q16k4", "DecodeScore", "index_nvfp4", "consume", pipelines.FLAT),
+    "decode_score, e4m3 queries": Case("decode_score_q8k4", "DecodeScore", "index_nvfp4", "consume", pipelines.FLAT),
     "index_score": Case("index_score_q16k4", "IndexScore", "index_nvfp4", "score_pairs", pipelines.FLAT),
     "select_blocks": Case(
         "select_blocks_q16k4", "SelectBlocks", "index_nvfp4", "score_pairs", {**pipelines.SELECT, "topk": 16}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -186,10 +185,13 @@ def test_nothing_is_copied_and_a_graph_reads_new_bytes(op: str, dsl: str, name: 
 
 
 INDEXERS = {"q16k4": "nvfp4", "q16kmx4": "mxfp4"}
-SCORERS: dict[tuple[str, str], set[str]] = defaultdict(set)  # operators by DSL and format
-for _cell in default_registry().cells:
-    if _cell.target == "sm90" and _cell.precision in INDEXERS:
-        SCORERS[_cell.dsl, INDEXERS[_cell.precision]].add(_cell.op)
+OF_BF16, OF_E4M3 = ({"nvfp4": f"q{bits}k4", "mxfp4": f"q{bits}kmx4"} for bits in (16, 8))  # precisions by queries
+
+
+def has_kernel(op: str, dsl: str, precision: str) -> bool:
+    return bool(default_registry().select(op, dsl, "sm90", precision))
+
+
 each_indexer = pytest.mark.parametrize(
     ("dsl", "name"),
     sorted(
@@ -224,8 +226,13 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
     wanted = reference.index_score(idx_q.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
     assert torch.equal(ops.decode_score(idx_q, idx_k, backend=dsl, **given.where), found)
-    if "index_score" in SCORERS[dsl, name]:
+    if has_kernel("index_score", dsl, OF_BF16[name]):
         assert torch.equal(ops.index_score(idx_q, idx_k, backend=dsl, **given.where), found)
+    if has_kernel("decode_score", dsl, OF_E4M3[name]):
+        rounded, half = idx_q.to(torch.float8_e4m3fn), torch.full((), 0.5, device=DEVICE)
+        of_rounded = ops.decode_score(rounded, idx_k, q_scale=half, backend=dsl, **given.where)
+        wanted = reference.index_score(rounded.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
+        torch.testing.assert_close(of_rounded, wanted / 2, rtol=1e-4, atol=1e-3)
     # A group that is NaN takes its key out; a block of such keys has the score of none.
     scale = idx_k.scale.view(torch.uint8)
     places = given.where["page_table"][0, :2].long() if layout != "flat" else slice(0, block)
@@ -240,7 +247,7 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
 @pytest.mark.parametrize("heads_per_group", [1, 2, 4])
 def test_selections_are_those_of_its_scores(dsl: str, name: str, layout: str, heads_per_group: int) -> None:
     """Products add up in one order in all kernels of a DSL, but scores that are scaled may tie where others do not."""
-    if "select_blocks" not in SCORERS[dsl, name]:
+    if not has_kernel("select_blocks", dsl, OF_BF16[name]):
         pytest.skip(f"select_blocks has no kernel of {name} in {dsl}")
     given = Drawn("sparse_decode", "nvfp4", layout)
     idx_q, idx_k = index_keys(given, name, layout != "flat", 128)

@@ -321,6 +321,7 @@ def test_scores_on_four_bits(
     idx_q, keys = make(130, 4, 128), where.pop("keys")
     idx_k = quantize(keys)
     ops.decode_score(idx_q, idx_k, **where)
+    ops.decode_score(as_fp8(idx_q), idx_k, q_scale=torch.ones(4), **where)
     ops.select_blocks(idx_q, idx_k, 3, num_kv_heads=2, **where)
     if keys.dim() == 3 and quantize is quantize_nvfp4:
         idx_k = quantize_index_pages(keys, global_scale=torch.tensor(0.5))[1]
@@ -330,9 +331,10 @@ def test_scores_on_four_bits(
     k = of_attention["keys"]
     for keys_of in (lambda: k, lambda: quantize(k)):
         ops.msa_decode(make(130, 32, 128), keys_of(), keys_of(), idx_q, idx_k, 16, **where)
+    ops.msa_decode(make(130, 32, 128), k, k, as_fp8(idx_q), idx_k, 16, **where)
     assert [name for name in launched if name != "combine"] == [
-        "decode_score", "select_blocks", "decode_score", "index_score", "select_blocks",
-        *["decode_score", "sparse_decode"] * 2,
+        *["decode_score"] * 2, "select_blocks", "decode_score", "index_score", "select_blocks",
+        *["decode_score", "sparse_decode"] * 3,
     ]  # fmt: skip
 
 

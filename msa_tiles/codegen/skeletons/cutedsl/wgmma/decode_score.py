@@ -8,6 +8,7 @@ The keys are read once from memory (once for each tile of a request from L2), an
 work on 64 rows however few of them hold a query.
 """
 
+# % set widened = precision.query.element != precision.multiply
 from typing import Any, NamedTuple
 
 import cutlass
@@ -21,6 +22,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
 from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.decoding import decode_bf16  # % if widened
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
@@ -58,6 +60,7 @@ def decode_score(
     # % if precision.decoded
     Keys come in bytes with the scales of their groups, and are decoded. Products are multiplied by q_scale [total_q,
     num_index_heads], where it is to be used, and by the first element of the keys' global scale, if they have one.
+    Queries of e4m3 become bfloat16.  # % if widened
     # % endif
 
     Returns the entry point and stand-ins for its arguments.
@@ -128,7 +131,8 @@ class DecodeScore:
         """Stand-ins for cute.compile: tensors, scalars and the stream, in the order of `__call__`."""
         total_q, heads = cute.sym_int(), cute.sym_int()
         return (
-            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),
+            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),  # % if not widened
+            stand_in(cutlass.Float8E4M3FN, total_q, heads, self.head_dim, align=tma.BYTES),  # % if widened
             stand_in(Float32, total_q, heads, last=cute.sym_int64()),  # % if precision.scale
             *self.keys.arguments(),
             stand_in(Int32, cute.sym_int(), cute.sym_int()),
@@ -386,10 +390,12 @@ class DecodeScore:
         products depend on another row, and theirs are dropped.
         """
         heads = Int32(idx_q.shape[1])
-        vector = vector_of(self.element)
+        vector = vector_of(self.element)  # % if not widened
+        vector = vector_of(cutlass.Float8E4M3FN)  # % if widened
         chunks = self.head_dim // vector
         passes = ROWS * chunks // GROUP
-        got = cute.make_rmem_tensor((vector, passes), self.element)
+        got = cute.make_rmem_tensor((vector, passes), self.element)  # % if not widened
+        got = cute.make_rmem_tensor((vector, passes), cutlass.Float8E4M3FN)  # % if widened
         # All loads before the first store: they are in flight together.
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
@@ -401,10 +407,24 @@ class DecodeScore:
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
             if row < rows:
-                copy_wide(got[None, i], self.wide_of_tile(queries, row, thread % chunks))
+                copy_wide(got[None, i], self.wide_of_tile(queries, row, thread % chunks))  # % if not widened
+                self.put_widened(got[None, i], queries, row, thread % chunks)  # % if widened
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
 
+    # % if widened
+    @cute.jit
+    def put_widened(self, stored: cute.Tensor, queries: cute.Tensor, row: Int32, place: Int32):
+        """16 values of e4m3 -> as many bfloat16 of a row, exactly: two times 16 bytes."""
+        words = cute.recast_tensor(stored, Int32)
+        for half in cutlass.range_constexpr(2):
+            found = cute.make_rmem_tensor(BYTES // 4, Int32)
+            for i in cutlass.range_constexpr(2):
+                found[2 * i], found[2 * i + 1] = decode_bf16(words[2 * half + i])
+            target = self.wide_of_tile(queries, row, 2 * place + half)
+            copy_wide(found, cute.recast_tensor(target, Int32))
+
+    # % endif
     @cute.jit
     def wide_of_tile(self, queries: cute.Tensor, row: Int32, place: Int32) -> cute.Tensor:
         """The 16 bytes of this number in a row of a tile: like `wide`, for swizzled panels."""
