@@ -12,7 +12,7 @@ from msa_tiles.simulator.errors import ArgumentError
 from msa_tiles.simulator.memory import GlobalMemory
 from msa_tiles.simulator.program import Program
 
-_VIEWED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+_VIEWED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
 
 
 def bind(function: Any, arguments: tuple[Any, ...], program: Program) -> tuple[dict[Any, Any], dict[int, GlobalMemory]]:

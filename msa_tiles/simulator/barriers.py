@@ -69,6 +69,16 @@ class Mbarrier:
         self._gathered = np.maximum(self._gathered, published)
         self._advance()
 
+    def count_in(self, threads: int) -> None:
+        """Arrivals that tell nothing of what the threads did before.
+
+        Raises BarrierError.
+        """
+        if self.arrived + threads > self.count:
+            raise BarrierError(f"{self.name}: {threads} copies arrive in phase {self.phase}, it counts {self.count}")
+        self.arrived += threads
+        self._advance()
+
     def expect(self, size: int) -> int:
         """A TMA load announces its bytes; the clock of its writes."""
         self.bytes += size

@@ -108,6 +108,8 @@ class Cta:
             self.core.give_back(0, [memory for memory in self.memory.values() if isinstance(memory, TensorMemory)])
         if role.wgmmas:
             raise InFlightError(f"{role.name} end with {len(role.wgmmas)} wgmma groups in flight")
+        if role.copies:
+            raise InFlightError(f"{role.name} end, and no barrier waits for what they copy to {role.copies[0][0].name}")
         for thread in role.tid.tolist():
             if self.stores.get(thread):
                 raise InFlightError(f"{role.name} end before a TMA store has read shared memory")

@@ -22,6 +22,7 @@ _BY_NAME: dict[str, Any] = {
     "uint64": np.uint64,
     "bfloat16": ml_dtypes.bfloat16,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
     "float16": np.float16,
     "float32": np.float32,
     "float64": np.float64,

@@ -17,6 +17,7 @@ from msa_tiles.simulator.lanes import MAPPED
 if TYPE_CHECKING:
     from msa_tiles.simulator.cta import Cta
     from msa_tiles.simulator.memory import LocalMemory
+    from msa_tiles.simulator.shared import SharedMemory
     from msa_tiles.simulator.wgmma import Wgmma
 
 WARP = 32
@@ -31,6 +32,8 @@ class Role:
         self.tid = tid
         self.locals: dict[int, LocalMemory] = {}
         self.wgmmas: list[Wgmma] = []
+        # Copies past registers that no barrier knows of yet: where to, which places, what values.
+        self.copies: list[tuple[SharedMemory, np.ndarray, np.ndarray]] = []
 
     @property
     def name(self) -> str:

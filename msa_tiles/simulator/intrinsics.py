@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from msa_tiles.simulator import words
 from msa_tiles.simulator.dtypes import converted, numpy_type, scalar, vector_type
 from msa_tiles.simulator.errors import DivergenceError, OutOfBoundsError, UnsupportedError
 from msa_tiles.simulator.frame import WARP, Frame
@@ -48,6 +49,9 @@ def _choose(compiler: Expressions, node: Any) -> Closure:
 
 
 def _reinterpret(compiler: Expressions, node: Any) -> Closure:
+    pair = words.reinterpret(compiler, node)
+    if pair is not None:
+        return pair
     value, old, new = compiler(node.args[0]), numpy_type(node.args[0].dtype), numpy_type(node.dtype)
     if old.itemsize != new.itemsize:
         raise UnsupportedError(f"reinterpretation of {old} as {new}: {node}")
@@ -260,4 +264,6 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.atomic_add_ret_elem_op": _atomic_add,
     "tl.atomic_add_elem_op": _atomic_add,
     "tl.ldg128": _load_128,
+    "tl.lds64": words.load_shared,
+    "tl.mul2": words.times,
 }

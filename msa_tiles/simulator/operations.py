@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from msa_tiles.simulator import boxes, intrinsics, tma, wgmma
+from msa_tiles.simulator import boxes, intrinsics, tma, wgmma, words
 from msa_tiles.simulator.barriers import Mbarrier, NamedBarrier, Wait, sync, wait_phase
 from msa_tiles.simulator.boxes import Box
 from msa_tiles.simulator.errors import UnsupportedError
@@ -233,6 +233,11 @@ def _set_max_nreg(compiler: Expressions, node: Any) -> Built:
     return run, False, True
 
 
+def _arrive_with_copies(compiler: Expressions, node: Any) -> Built:
+    barrier = _barrier(compiler, node.args[0])
+    return lambda f: words.arrive_with_copies(f, barrier(f)), False, True
+
+
 def _store_wide(width: int) -> Callable[[Expressions, Any], Built]:
     return lambda compiler, node: (intrinsics.store_wide(compiler, node, width), False, False)
 
@@ -267,6 +272,9 @@ _BUILDERS: dict[str, Callable[[Expressions, Any], Built]] = {
     "tl.fence_proxy_async": _fence,
     "tl.set_max_nreg": _set_max_nreg,
     "tl.stg32": _store_wide(4),
+    "tl.ptx_cp_async": lambda compiler, node: (words.copy(compiler, node), False, False),
+    "tl.ptx_cp_async_barrier_noinc": _arrive_with_copies,
+    "tl.sts128": lambda compiler, node: (words.store_shared(compiler, node), False, False),
     "tl.stg64": _store_wide(8),
     "tl.stg128": _store_wide(16),
     "tl.pdl_sync": _pdl_sync,
