@@ -200,25 +200,26 @@ def _marked_lines(source: str, file: str) -> Iterator[str]:
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
         if statement := _STATEMENT.fullmatch(line.rstrip("\n")):
             yield f"\x01% {statement['statement']} %\x01\n"
-            continue
-        if conditional := _CONDITIONAL_LINE.fullmatch(line.rstrip("\n")):
+        elif conditional := _CONDITIONAL_LINE.fullmatch(line.rstrip("\n")):
+            marked = _marked_line(conditional["code"] + "\n", number, file)
             # The plus keeps the newline that jinja would take away where a blank line follows.
-            yield f"\x01% {conditional['condition']} %\x01{conditional['code']}\n\x01% endif +%\x01"
-            continue
-        if _MARK not in line or _CTA_LINE.fullmatch(line) or _CLASS_LINE.fullmatch(line):
-            yield line
-            continue
-        if operand := _OPERAND_LINE.fullmatch(line.rstrip("\n")):
-            yield f'{operand["before"]}\x01( _operand("{operand["role"]}", {number}) )\x01{operand["after"]}\n'
-            continue
-        if tensors := _TENSOR_LINE.fullmatch(line.rstrip("\n")):
-            yield f'\x01% for _ending in _tensors("{tensors["role"]}", {number}) %\x01'
-            yield f"{tensors['before']}{tensors['name']}\x01( _ending )\x01{tensors['after']}\n\x01% endfor +%\x01"
-            continue
-        match = _VALUE_LINE.fullmatch(line.rstrip("\n"))
-        if match is None or not _is_literal(match["literal"]):
-            raise SpecError(Location(file, number), "a value line must read `NAME = literal  # <- path`")
-        yield f'{match["name"]}\x01( _value("{match["path"]}", {number}) )\x01\n'
+            yield f"\x01% {conditional['condition']} %\x01{marked}\x01% endif +%\x01"
+        else:
+            yield _marked_line(line, number, file)
+
+
+def _marked_line(line: str, number: int, file: str) -> str:
+    if _MARK not in line or _CTA_LINE.fullmatch(line) or _CLASS_LINE.fullmatch(line):
+        return line
+    if operand := _OPERAND_LINE.fullmatch(line.rstrip("\n")):
+        return f'{operand["before"]}\x01( _operand("{operand["role"]}", {number}) )\x01{operand["after"]}\n'
+    if tensors := _TENSOR_LINE.fullmatch(line.rstrip("\n")):
+        each = f"{tensors['before']}{tensors['name']}\x01( _ending )\x01{tensors['after']}\n"
+        return f'\x01% for _ending in _tensors("{tensors["role"]}", {number}) %\x01{each}\x01% endfor +%\x01'
+    match = _VALUE_LINE.fullmatch(line.rstrip("\n"))
+    if match is None or not _is_literal(match["literal"]):
+        raise SpecError(Location(file, number), "a value line must read `NAME = literal  # <- path`")
+    return f'{match["name"]}\x01( _value("{match["path"]}", {number}) )\x01\n'
 
 
 def _is_literal(text: str) -> bool:
