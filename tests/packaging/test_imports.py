@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "__main__": ANYTHING,
 }
 # What both DSLs know: the words between kernels, and the table of a thread block.
-SHARED_BY_DSLS = {("dsl", "words"), ("dsl", "table")}
+SHARED_BY_DSLS = {("dsl", "words"), ("dsl", "table"), ("dsl", "four_bits")}
 # What else kernels and device helpers of a DSL import: the DSL, and types to annotate with.
 OF_DSL = {"tilelang": {"tilelang", "typing"}, "cutedsl": {"cutlass", "typing"}}
 HEAVY = {"torch", "tilelang", "tvm", "tvm_ffi", "cutlass"}

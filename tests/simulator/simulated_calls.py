@@ -14,17 +14,20 @@ from torch import Tensor
 from msa_tiles import reference
 from msa_tiles.call.indexer import Index
 from msa_tiles.call.where import Where
-from msa_tiles.launch import places
+from msa_tiles.launch import packed, places
 from msa_tiles.launch.index import applied_scales, kernel_scales
-from msa_tiles.quant import FP8, dequantize
+from msa_tiles.quant import FP8, QuantizedTensor, dequantize, quantize_nvfp4
 from msa_tiles.reference.batch import read_batch
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.simulator import simulate
 from msa_tiles.verify import compare
 from msa_tiles.verify.inputs import Buffer, Lengths, Source, paged, placed, spread
+from msa_tiles.verify.packed import index_keys_of, keys_of
 from msa_tiles.verify.quantised import index_scales
 
 TOKEN_MAJOR = (1, 0, 2)
+# Formats of precisions of 4 bits.
+FOUR_BITS = {"q16k4": "nvfp4", "q16kmx4": "mxfp4", "q16kv4": "nvfp4", "q16kvmx4": "mxfp4"}
 # How the kernels count orders and edges.
 ORDERS = ("ascending", "score", "local_last")
 CHUNK = 128
@@ -58,6 +61,22 @@ class Scaled:
             # [total_k, heads], or [pages, heads, page].
             largest = largest.amax(-1 if largest.dim() > 2 else 0)
         return largest.masked_fill(largest == 0, 1.0).repeat_interleave(group)[:, None]
+
+
+@dataclass
+class Packed:
+    """Keys or values of 4 bits, and what a kernel takes of them."""
+
+    stored: QuantizedTensor
+    tensors: tuple[Tensor, ...]
+
+    def values(self) -> Tensor:
+        return self.stored.dequantize()
+
+    def unit(self, group: int) -> Tensor:
+        """What errors are counted in: the largest number, or 1 where there is no telling."""
+        largest = self.values().nan_to_num(0.0, 0.0, 0.0).abs().max()
+        return torch.full((1, 1), max(float(largest), 1e-30) / 4)
 
 
 @dataclass
@@ -104,6 +123,24 @@ class Call:
         at, stored, where = self.place(block_size, k, v)
         keys, values = (Scaled(part, self.scales(heads, block_size, **scaled) if scaled else None) for part in stored)
         return at, (keys, values), where
+
+    def packed_keys_and_values(
+        self, format: str, heads: int, head_dim: int, block_size: int, outer: float | None
+    ) -> tuple[places.Place, tuple[Packed, Packed], dict[str, Any]]:
+        """The same of 4 bits; `outer` is the global scale of both, where not the one that fits them."""
+        k, v = (self.tensor(self.total_k, heads, head_dim) for _ in range(2))
+        self.spoil(k, v)
+        at, stored, where = self.place(block_size, k, v)
+        (keys, values), _ = keys_of(format, stored, (k, v), self.strided)  # type: ignore[arg-type]
+        if outer is not None:
+            keys, values = (quantize_nvfp4(part * outer, outer) for part in stored)
+        if self.zeros:
+            for part in (keys, values):
+                part.scale.view(torch.uint8)[:, 0] = 0
+        made = []
+        for part in (keys, values):
+            made.append(Packed(part, packed.of_groups(part.data, part.scale, part.global_scale)))
+        return at, (made[0], made[1]), where
 
     def scales(self, heads: int, block_size: int, token_scales: int) -> Tensor:
         """Scales of keys or values: one a head or one for each of its tokens.
@@ -218,8 +255,12 @@ def scored(
     precision: str,
     key_scales: int,
     zeros: bool = False,
+    outer: float | None = None,
 ) -> tuple[Buffer, Tensor]:
-    """What a kernel writes for all blocks, and what the reference does; with `zeros` some of the scales are 0."""
+    """What a kernel writes for all blocks, and what the reference does; with `zeros` some of the scales are 0.
+
+    `outer` is the global scale of keys of 4 bits, where not the one that fits them.
+    """
     dtype = FP8 if precision == "q8k8" else torch.bfloat16
     idx_q = call.tensor(call.total_q, heads, head_dim, dtype=dtype)
     at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim, dtype=dtype))
@@ -232,15 +273,33 @@ def scored(
         scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided)
     for scale in scales.values() if zeros else ():
         scale[::3] = 0.0
-    given = applied_scales(idx_q, idx_k, scales.get("q_scale"), scales.get("k_scale"), None, at.cu_seqlens_q)
+    stored, outer_scale, keys = {"k_scale": scales.get("k_scale")}, None, idx_k.float()
+    if precision in FOUR_BITS:
+        made = four_bit_keys(FOUR_BITS[precision], idx_k, call.strided, outer, zeros)
+        idx_k, stored["k_scale"], outer_scale, keys = made.data, made.scale, made.global_scale, made.dequantize()
+    given = applied_scales(idx_q, idx_k, scales.get("q_scale"), stored["k_scale"], outer_scale, at.cu_seqlens_q)
     tensors = (idx_q, *given.of_queries, idx_k, *given.of_keys, at.page_table, *at[:3], at.q_positions, out.view)
     scalars = (at.use_seqused, at.use_positions if causal else 0, *given.flags, int(causal), *further)
     call.run(op, variant, *tensors, *scalars, precision=precision)
     out.check_gaps("out")
     wanted = reference.index_score(
-        idx_q.float(), idx_k.float(), block_size=block_size, causal=causal, num_blocks=blocks, **where, **scales
+        idx_q.float(), keys, block_size=block_size, causal=causal, num_blocks=blocks, **where, **scales
     )
+    if outer is not None:
+        # Errors are counted in it.
+        out.view.div_(outer)
+        wanted = wanted / outer
     return out, wanted
+
+
+def four_bit_keys(format: str, keys: Tensor, strided: bool, outer: float | None, zeros: bool) -> QuantizedTensor:
+    """Index keys of 4 bits; with `zeros` every third key's scales are 0."""
+    made = index_keys_of(format, keys, strided, False)
+    if outer is not None:
+        made = quantize_nvfp4(keys * outer, outer)
+    if zeros:
+        made.scale.view(torch.uint8)[..., ::3, :] = 0
+    return made
 
 
 def index_score(
@@ -538,8 +597,24 @@ def decode_score(
     compare.numbers("out", out.view, wanted, 1e-4)
 
 
+def decode_score_q16k4(call: Call, **arguments: Any) -> None:
+    decode_score(call, precision="q16k4", **arguments)
+
+
+def decode_score_q16kmx4(call: Call, **arguments: Any) -> None:
+    decode_score(call, precision="q16kmx4", **arguments)
+
+
 def decode_score_q8k8(call: Call, **arguments: Any) -> None:
     decode_score(call, precision="q8k8", **arguments)
+
+
+def stored_keys(
+    call: Call, precision: str, heads: int, head_dim: int, block_size: int, outer: float | None, **scaled: int
+) -> Any:
+    if precision in FOUR_BITS:
+        return call.packed_keys_and_values(FOUR_BITS[precision], heads, head_dim, block_size, outer)
+    return call.keys_and_values(heads, head_dim, block_size, **scaled)
 
 
 def sparse_decode(
@@ -558,14 +633,15 @@ def sparse_decode(
     local_blocks: int = 1,
     ties_from: int | None = None,
     precision: str = "bf16",
+    outer: float | None = None,
     **scaled: int,
 ) -> None:
     """Every split, merged by the reference; with `scored_blocks` the ids are chosen from scores first.
 
     Those are random, or equal from block `ties_from` on.
     """
-    q = call.tensor(call.total_q, heads * group, head_dim)
-    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
+    q = call.tensor(call.total_q, heads * group, head_dim).div_(outer or 1.0)
+    at, (k, v), where = stored_keys(call, precision, heads, head_dim, block_size, outer, **scaled)
     partial_out = torch.full((splits, *q.shape), torch.nan).bfloat16()
     partial_lse = torch.full((splits, *q.shape[:2]), torch.nan)
     if scored_blocks:
@@ -610,6 +686,14 @@ def sparse_decode(
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
     call.agree("out", out / v.unit(group), wanted / v.unit(group), 0.04)
+
+
+def sparse_decode_q16kv4(call: Call, **arguments: Any) -> None:
+    sparse_decode(call, precision="q16kv4", **arguments)
+
+
+def sparse_decode_q16kvmx4(call: Call, **arguments: Any) -> None:
+    sparse_decode(call, precision="q16kvmx4", **arguments)
 
 
 def sparse_decode_q16kv8(call: Call, **arguments: int) -> None:

@@ -62,6 +62,32 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64, "heads": 1},
         ),
     },
+    **{
+        f"decode_score_{precision}": {
+            "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64, **outer[0]}),
+            "strided, used": (
+                {"sequences": DECODED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+                {"head_dim": 128, "block_size": 128, "heads": 3, "ctas": 4, **outer[1]},
+            ),
+            "several tiles": (
+                {"sequences": [(40, 300), (33, 90)], "seed": 4, "pages_per_block": 2, "positions": True},
+                {"head_dim": 64, "block_size": 64, "heads": 4, "ctas": 5},
+            ),
+            "more CTAs than blocks": (
+                {"sequences": FEW, "seed": 5, "pages_per_block": 1, "strided": True},
+                {"head_dim": 64, "block_size": 128, "ctas": 7},
+            ),
+            "more blocks than stages": (
+                {"sequences": [(1, 700), (2, 400)], "seed": 6, "late": False, "pages_per_block": 4},
+                {"head_dim": 128, "block_size": 64, "causal": False, "ctas": 1},
+            ),
+            "small pages, scales of 0": (
+                {"sequences": DECODED, "seed": 7, "pages_per_block": 8, "shortened": True},
+                {"head_dim": 64, "block_size": 64, "heads": 1, "zeros": True},
+            ),
+        }
+        for precision, outer in (("q16k4", ({"outer": 1e-6}, {"outer": 1e4})), ("q16kmx4", ({}, {})))
+    },
     "decode_topk": {
         "few blocks": ({"sequences": FEW, "seed": 1}, {"max_blocks": 1024, "k": 5, "blocks": 3, "heads": 2}),
         "given counts": (
@@ -168,6 +194,43 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(1, 300)], "seed": 8},
             {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "scored_blocks": 16384, "token_scales": 1},
         ),
+    },
+    **{
+        f"sparse_decode_{precision}": {
+            "mixed": (
+                {"sequences": DECODED, "seed": 1},
+                {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 3, **outer[0]},
+            ),
+            "strided, used": (
+                {"sequences": DECODED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 3},
+                {"head_dim": 128, "block_size": 128, "group": 4, "topk": 5, "heads": 2, "splits": 2},
+            ),
+            "interleaved in small pages": (
+                {"sequences": DECODED, "seed": 3, "shortened": True, "strided": True, "pages_per_block": 8},
+                {"head_dim": 64, "block_size": 64, "group": 2, "topk": 4, "heads": 2, "splits": 2},
+            ),
+            "interleaved, more blocks than stages": (
+                {"sequences": [(2, 1000)], "seed": 4, "strided": True, "pages_per_block": 1},
+                {"head_dim": 128, "block_size": 64, "group": 1, "topk": 9},
+            ),
+            "at once, pages": (
+                {"sequences": DECODED, "seed": 5, "late": False, "pages_per_block": 2, "positions": True},
+                {"head_dim": 128, "block_size": 64, "group": 8, "topk": 4, "heads": 2, "splits": 3, **outer[1]},
+            ),
+            "chosen": (
+                {"sequences": DECODED, "seed": 6, "shortened": True, "pages_per_block": 4},
+                {"head_dim": 64, "block_size": 64, "group": 8, "topk": 3, "splits": 2, "scored_blocks": 1024},
+            ),
+            "chosen, of many, scales of 0": (
+                {"sequences": [(2, 300)], "seed": 7, "strided": True, "zeros": True},
+                {"head_dim": 64, "block_size": 64, "group": 8, "topk": 9, "scored_blocks": 8192, "heads": 2},
+            ),
+            "chosen, of most": (
+                {"sequences": [(1, 300)], "seed": 8},
+                {"head_dim": 64, "block_size": 128, "group": 8, "topk": 2, "scored_blocks": 16384},
+            ),
+        }
+        for precision, outer in (("q16kv4", ({"outer": 1e-6}, {"outer": 1e4})), ("q16kvmx4", ({}, {})))
     },
     "sparse_decode": {
         "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3}),

@@ -95,14 +95,16 @@ def cta(head_dim, block_size, pages_per_block, key_scales=0):
             Role("consumer", 4, "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores"),
             Role("producer", 4, "streams the index keys, one block a stage"),
         ),
-        pipelines=(Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),), fills=("keys",)),),
+        pipelines=(
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),), fills=("keys",)),
+        ),
         buffers=(
             buffer("queries", ELEMENT, align=1024, rows=ROWS, head_dim=head_dim),
             buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
             *((scale,) if key_scales else ()),
         ),
         static=TILELANG,
-    )
+    )  # fmt: skip
 
 
 def decode_score(

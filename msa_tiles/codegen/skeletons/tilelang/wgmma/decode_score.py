@@ -8,20 +8,27 @@ whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries 
 
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
 work on 64 rows however few of them hold a query.
+# % if precision.decoded
+
+Keys come as bytes to k_raw, and the producer decodes them. Nobody frees the bytes: its threads meet (named barrier 7)
+before the next ones are sent for. Columns of keys and queries stand in the order that decoding has.
+# % endif
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
-from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block  # % if not precision.decoded
 from msa_tiles.dsl.tilelang.layout import strides
+from msa_tiles.dsl.tilelang.operands import index_nvfp4 as index_key  # <- operands.index_key  # % if precision.decoded
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 2  # <- tile.stages
+AHEAD = 3  # <- tile.ahead  # % if precision.decoded
 BATCH = 4  # <- tile.batch
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
@@ -33,27 +40,39 @@ ROWS = 64
 
 @declares
 def cta(head_dim, block_size, pages_per_block, key_scales=0):
+    # % if precision.decoded
+    keys = index_key.parts("k", head_dim, block_size, AHEAD, producer="producer")
+    # % else
     scale = buffer("key_scale", "float32", slots=2 * STAGES, keys=128, note="twice the ring")
+    # % endif
     return Table(
         roles=(
             Role("consumer", 4, "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores"),
-            Role("producer", 4, "streams the index keys, one block a stage"),
+            Role("producer", 4, "streams the index keys, one block a stage"),  # % if not precision.decoded
+            Role("producer", 4, "streams the index keys and decodes them, one block a stage"),  # % if precision.decoded
         ),
-        pipelines=(Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),), fills=("keys",)),),
+        pipelines=(
+            *keys.pipelines,  # % if precision.decoded
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),)),  # % if precision.decoded
+            # % if not precision.decoded
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumer"),), fills=("keys",)),
+            # % endif
+        ),
         buffers=(
             buffer("queries", ELEMENT, align=1024, rows=ROWS, head_dim=head_dim),
             buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
-            *((scale,) if key_scales else ()),
+            *((scale,) if key_scales else ()),  # % if not precision.decoded
+            *keys.buffers,  # % if precision.decoded
         ),
         static=TILELANG,
-    )
+    )  # fmt: skip
 
 
 def decode_score(
     head_dim: int,
     block_size: int,
     pages_per_block: int,
-    key_scales: int,  # % if precision.scale
+    key_scales: int,  # % if "key_scales" in plan.variants
 ):
     """Build the kernel for one index dim, block size and page size.
 
@@ -62,14 +81,18 @@ def decode_score(
     total_q, max_blocks] float32 with any strides on heads and tokens. Written are the blocks that hold keys of the
     query's request: the largest product of the block's visible keys, -inf for a block without one. The columns behind
     them, and the rows of no request, are left as they are.
-    # % if precision.scale
+    # % if "key_scales" in plan.variants
     Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups. Products are multiplied by q_scale [total_q, num_index_heads],
+    where it is to be used, and by the first element of the keys' global scale, if they have one.
     # % endif
     """
     table = cta(
         head_dim, block_size, pages_per_block,
-        key_scales,  # % if precision.scale
+        key_scales,  # % if "key_scales" in plan.variants
     )  # fmt: skip
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_key_starts, num_requests = T.dynamic("num_starts, num_key_starts, num_requests")
@@ -78,10 +101,16 @@ def decode_score(
     table_stride = strides("table_stride")
     # % if precision.scale
     query_scale_shape, query_scale_strides = (total_q, num_index_heads), strides("scale_token, scale_head")
+    # % endif
+    # % if "key_scales" in plan.variants
     scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
     # % endif
+    # % if precision.decoded
+    keys = index_key.IndexKeys("k", head_dim, block_size, pages_per_block)
+    # % else
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
     columns = box_columns(head_dim, ELEMENT)
+    # % endif
 
     @T.macro
     def measure(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, tile_queries, length, tiles, blocks):
@@ -109,8 +138,13 @@ def decode_score(
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
         q_scale: T.StridedTensor(query_scale_shape, query_scale_strides, "float32"),  # % if precision.scale
-        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
-        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if precision.scale
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),  # % if not precision.decoded
+        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if "key_scales" in plan.variants
+        # % if precision.decoded
+        key_bytes: keys.tensor(),
+        group_scale: keys.scale(),
+        global_scale: keys.of_heads(1),  # % if precision.scale.global_dtype
+        # % endif
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_key_starts,), "int32"),
@@ -127,7 +161,15 @@ def decode_score(
         with T.Kernel(num_ctas, threads=table.threads) as cta_index:
             Q_shared = make_buffer(table, "queries")
             K_shared = make_buffer(table, "keys")
-            # % if precision.scale
+            # % if precision.decoded
+            held = index_key.allocate(keys, table, K_shared)
+            stored = index_key.Stored(
+                key_bytes,
+                group_scale,
+                global_scale,  # % if precision.scale.global_dtype
+            )
+            # % endif
+            # % if "key_scales" in plan.variants
             if key_scales:
                 key_scale = make_buffer(table, "key_scale")
             scale_read = T.alloc_local([1], "float32")
@@ -175,6 +217,7 @@ def decode_score(
                 tile[0] = T.truncdiv(skip, blocks[0])
                 first_block = T.truncmod(skip, blocks[0])
             if tx >= 128:
+                index_key.begin(held)  # % if precision.decoded
                 while left > 0:
                     taken = T.min(left, blocks[0] - first_block)
                     if pages_per_block > 0:
@@ -182,6 +225,12 @@ def decode_score(
                     else:
                         key_row = cu_seqlens_k[request[0]]
                     for i in T.serial(taken):
+                        # % if precision.decoded
+                        row = (first_block + i) * block_size
+                        index_key.send(
+                            keys, stored, page_table, key_row + row, length[0] - row, held, k_full, k_free, tx - 128
+                        )
+                        # % else
                         # % if precision.scale
                         # Before the wait, so that the scale is there when the stage is free.
                         if key_scales:
@@ -204,12 +253,14 @@ def decode_score(
                         if stage == STAGES:
                             stage = 0
                             phase = phase ^ 1
+                        # % endif
                     left = left - taken
                     first_block = 0
                     advance(
                         cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, tile_queries, left, request, tile, length,
                         tiles, blocks,
                     )  # fmt: skip
+                index_key.finish(keys, stored, held, k_full, k_free, tx - 128)  # % if precision.decoded
             else:
                 S = T.alloc_fragment([ROWS, block_size], "float32")
                 row_max = T.alloc_fragment([ROWS], "float32")
@@ -218,7 +269,7 @@ def decode_score(
                 row_token = T.alloc_fragment([ROWS], "int32")
                 # % if precision.scale
                 row_factor = T.alloc_fragment([ROWS], "float32")
-                slot = T.alloc_var("int32")
+                slot = T.alloc_var("int32")  # % if "key_scales" in plan.variants
                 # % endif
                 rows = T.alloc_var("int32")
                 got = T.alloc_local([BATCH], ELEMENT)
@@ -243,7 +294,12 @@ def decode_score(
                             ]  # fmt: skip
                         for u in T.unroll(BATCH):
                             if ((batch * BATCH + u) * 128 + tx) // head_dim < ROWS:
+                                # % if precision.decoded
+                                place = index_key.column(tx % head_dim)
+                                Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, place] = got[u]
+                                # % else
                                 Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, tx % head_dim] = got[u]
+                                # % endif
                     T.fence_proxy_async()
                     T.sync_threads(8, 128)
                     for i in T.Parallel(ROWS):
@@ -260,6 +316,12 @@ def decode_score(
                         row_factor[i] = T.if_then_else(
                             use_q_scale != 0, q_scale[row_token[i], row_head[i]], T.float32(1)
                         )
+                    # % endif
+                    # % if precision.decoded
+                    for i in T.Parallel(ROWS):
+                        row_factor[i] = keys.whole(row_factor[i], stored, 0)
+                    # % endif
+                    # % if "key_scales" in plan.variants
                     if not key_scales:
                         if use_k_scale != 0:
                             for i in T.Parallel(ROWS):
@@ -270,13 +332,13 @@ def decode_score(
                         T.wgmma_gemm(Q_shared, K_shared[stage, :, :], S, transpose_B=True, clear_accum=True)
                         T.wait_wgmma(0)
                         T.barrier_arrive(k_free[stage])
-                        slot = phase * STAGES + stage  # % if precision.scale
+                        slot = phase * STAGES + stage  # % if "key_scales" in plan.variants
                         stage = stage + 1
                         if stage == STAGES:
                             stage = 0
                             phase = phase ^ 1
                         T.fill(row_max, -T.infinity("float32"))
-                        # % if precision.scale
+                        # % if "key_scales" in plan.variants
                         if key_scales:
                             scaled.scale_keys(S, key_scale, slot, ROWS, block_size)
                         # % endif

@@ -17,6 +17,12 @@ where tokens have scales. Nobody frees the bytes: its threads meet (named barrie
 Scales of tokens multiply S, and P behind its sum. A scale that a head shares is folded into the softmax's (keys) and
 into what O is normalised by (values).
 # % endif
+# % if precision.keys.packed > 1
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them to bfloat16 with the scales of their groups.
+Nobody frees the bytes: its threads meet (named barrier 7) before the next ones are sent for. A scale that a head has
+besides is folded into the softmax's (keys) and into what O is normalised by (values).
+# % endif
 """
 
 from typing import Any, NamedTuple
@@ -139,9 +145,11 @@ def sparse_decode(
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), keys.element),
         k: keys.tensor(num_kv_heads),
-        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        k_scale: keys.scale(num_kv_heads),  # % if precision.scale
+        k_global_scale: keys.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         v: values.tensor(num_kv_heads),
-        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v_scale: values.scale(num_kv_heads),  # % if precision.scale
+        v_global_scale: values.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         block_indices: T.StridedTensor((num_kv_heads, total_q, topk), (ids_head, ids_token, ids_slot), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
