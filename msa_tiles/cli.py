@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Sequence
 
 from msa_tiles import __version__, console, trees
-from msa_tiles.commands import bench, build, demo, explain, generate, pack, support, tune, verify
+from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
 from msa_tiles.commands._options import add_tree, is_target, targets_of
 from msa_tiles.errors import ToolError
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
-COMMANDS = (demo, generate, support, explain, build, pack, verify, tune, bench)
+COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

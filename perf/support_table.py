@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from msa_tiles.commands.support import is_generated
+from msa_tiles.matrix.walk import Entry, groups_of, walk
 from msa_tiles.runtime import evidence
 from msa_tiles.runtime.accuracy import accuracies
-from msa_tiles.runtime.registry import Cell, Registry
+from msa_tiles.runtime.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -21,39 +21,37 @@ EARLIER = "\\*"  # beside the error of a kernel that has changed since
 def table(registry: Registry) -> str:
     """Markdown: a row for each operator, a column for each group of precisions; by target what the evidence shows.
 
-    The evidence is what is on record: `simulated`, and what lies in a cache, belong to a machine, not to a page.
+    It is the walk of `msa-tiles matrix`. The evidence is what is on record: `simulated`, and what lies in a
+    cache, belong to a machine, not to a page.
     """
-    verified, compiled = evidence.read_verified(registry.directory), evidence.read_compiled(registry.directory)
-
-    def status(cell: Cell) -> str:
-        if not is_generated(cell):
-            return "out of date"
-        if evidence.is_verified(cell, verified):
-            return f"verified ({verified[cell.id]['date']})"
-        on_record = evidence.is_recorded(cell, registry.targets[cell.target], compiled)
-        return "compiled" if on_record else "generated"
-
-    groups = list(dict.fromkeys(registry.group_of(cell.precision) for cell in registry.cells))
+    entries = walk(registry, here=False)
+    groups = groups_of(entries)
     lines = [
         f"| operator | {' | '.join(group.upper() for group in groups)} |",
         f"|---{'|---' * len(groups)}|",
     ]
-    for op in dict.fromkeys(cell.op for cell in registry.cells):
+    for op in dict.fromkeys(entry.cell.op for entry in entries):
         columns = []
         for group in groups:
-            cells = [cell for cell in registry.of(op) if registry.group_of(cell.precision) == group]
-            columns.append("<br>".join(_by_target(cells, group, status)))
+            some = [entry for entry in entries if (entry.cell.op, entry.group) == (op, group)]
+            columns.append("<br>".join(_by_target(some, group)))
         lines.append(f"| `{op}` | {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 
 
-def _by_target(cells: Sequence[Cell], group: str, status: Callable[[Cell], str]) -> Iterator[str]:
+def _by_target(entries: Sequence[Entry], group: str) -> Iterator[str]:
     """`sm90: verified (date)`, with the DSLs where they differ or where one alone has the kernel."""
     places = dict.fromkeys(
-        (cell.precision, cell.target) for cell in sorted(cells, key=lambda cell: cell.target != "sm90")
+        (entry.cell.precision, entry.cell.target)
+        for entry in sorted(entries, key=lambda entry: entry.cell.target != "sm90")
     )
-    for precision, target in places:
-        found = {cell.dsl: status(cell) for cell in cells if (cell.precision, cell.target) == (precision, target)}
+    for place in places:
+        precision, target = place
+        found = {
+            entry.cell.dsl: f"{entry.status} ({entry.date})" if entry.date else entry.status
+            for entry in entries
+            if (entry.cell.precision, entry.cell.target) == place
+        }
         name = target if precision == group else f"{precision}, {target}"
         if len(found) == len(DSL_NAMES) and len(set(found.values())) == 1:
             yield f"{name}: {next(iter(found.values()))}"

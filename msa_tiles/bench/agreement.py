@@ -1,4 +1,4 @@
-"""How many of the blocks that float32 scores choose are chosen from e4m3 queries and keys, too."""
+"""How many of the blocks that float32 scores choose are chosen from quantised queries and keys, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
-from msa_tiles.quant import quantize_fp8
+from msa_tiles.bench import precisions
+from msa_tiles.quant import QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 LENGTHS = (4096, 32768, 131072)
 QUERIES = 256  # the last ones of a prompt
@@ -29,20 +30,51 @@ def inputs(kind: str, length: int, device: torch.device, seed: int = 0) -> tuple
     return queries, keys
 
 
-def agreement(kind: str, length: int, device: torch.device, backend: str = "auto") -> float:
-    """The share of blocks chosen from float32 inputs that are chosen from the same in e4m3, a scale for every row."""
-    queries, keys = inputs(kind, length, device)
-    wanted = reference.select_blocks(queries, keys, TOPK)
-    got = ops.select_blocks(
-        quantize_fp8(queries, "token_head"), quantize_fp8(keys, "token_head"), TOPK, backend=backend
-    )
+def quantised(values: Tensor, form: str) -> Tensor | QuantizedTensor:
+    """Values in a format of the specs: e4m3 with a scale for every row, NVFP4 with the global scale that fits."""
+    if form == "e4m3":
+        return quantize_fp8(values, "token_head")
+    if form == "nvfp4":
+        return quantize_nvfp4(values)
+    if form == "mxfp4":
+        return quantize_mxfp4(values)
+    return values.to(torch.bfloat16)
+
+
+def in_precision(
+    queries: Tensor, keys: Tensor, precision: str
+) -> tuple[Tensor | QuantizedTensor, Tensor | QuantizedTensor]:
+    """Queries and keys of the indexer in the formats of a precision."""
+    query, key = (precisions.stored(precision, role).name for role in ("index_query", "index_key"))
+    return quantised(queries, query), quantised(keys, key)
+
+
+def overlap(got: Tensor, wanted: Tensor) -> float:
+    """The share of ids `wanted [H, N, k]` that are among `got`; -1 stands for none."""
     kept = (got[..., None] == wanted[..., None, :]).any(-1) & (got >= 0)
     return float(kept.sum() / (wanted >= 0).sum())
 
 
-def table(device: torch.device, lengths: Iterable[int] = LENGTHS, backend: str = "auto") -> list[Sequence[str]]:
-    """Rows of a table, the heading first."""
-    rows: list[Sequence[str]] = [("keys", *KINDS)]
-    for length in lengths:
-        rows.append((str(length), *(f"{100 * agreement(kind, length, device, backend):.2f}%" for kind in KINDS)))
+def agreement(
+    kind: str, length: int, device: torch.device, backend: str = "auto", precision: str = precisions.INDEXER[1]
+) -> float:
+    """The share of blocks chosen from float32 inputs that are chosen from the same in a precision."""
+    queries, keys = inputs(kind, length, device)
+    wanted = reference.select_blocks(queries, keys, TOPK)
+    got = ops.select_blocks(*in_precision(queries, keys, precision), TOPK, backend=backend)
+    return overlap(got, wanted)
+
+
+def table(
+    device: torch.device,
+    lengths: Iterable[int] = LENGTHS,
+    backend: str = "auto",
+    known: Sequence[str] = precisions.INDEXER[1:2],
+) -> list[Sequence[str]]:
+    """Rows of a table, the heading first: for each precision and length."""
+    rows: list[Sequence[str]] = [("precision", "keys", *KINDS)]
+    for precision in known:
+        for length in lengths:
+            shares = (f"{100 * agreement(kind, length, device, backend, precision):.2f}%" for kind in KINDS)
+            rows.append((precision, str(length), *shares))
     return rows

@@ -53,7 +53,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--agreement",
         action="store_true",
-        help="time nothing: print how many blocks e4m3 queries and keys choose as float32 ones do",
+        help="time nothing: print how many blocks quantised queries and keys choose as float32 ones do (default: q8k8)",
     )
     parser.add_argument(
         "--gates", action="store_true", help="compare with the ratios aimed at, and fail when one is not reached"
@@ -64,12 +64,13 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def _agreement(args: argparse.Namespace) -> int:
     import torch
 
-    from msa_tiles.bench import agreement
+    from msa_tiles.bench import agreement, precisions
 
+    known = precisions.chosen(args.precision, precisions.INDEXER) if args.precision else precisions.INDEXER[1:2]
     here = torch.cuda.is_available()
     device = cuda_device("--device", args.device, "blocks are chosen there") if here else torch.device("cpu")
-    console.say(f"blocks chosen from e4m3 as from float32, {agreement.TOPK} of each query and head, on {device}")
-    console.table(agreement.table(device))
+    console.say(f"blocks chosen as from float32, {agreement.TOPK} of each query and head, on {device}")
+    console.table(agreement.table(device, known=known))
     return 0
 
 

@@ -13,7 +13,7 @@ from msa_tiles.runtime.registry import default_registry
 from msa_tiles.verify import runner
 from msa_tiles.verify.cases import Case, cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.matrix]
 
 SPECS = spec.load(paths.specs_dir())
 CELLS = [cell for cell in default_registry().select(target="sm90") if toolchain.missing(cell.dsl) is None]

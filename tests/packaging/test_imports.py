@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "verify": {"ops", "call", "files", "launch", "runtime", "spec", "reference", "quant", "paths"},
     "bench": {"ops", "call", "compat", "names", "runtime", "spec", "reference", "quant", "paths", "trees"},
     "demo": ANYTHING,
+    "matrix": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,
     "__main__": ANYTHING,

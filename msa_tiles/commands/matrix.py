@@ -1,0 +1,113 @@
+"""`msa-tiles matrix`: operator x DSL x target x precision x layout, and what the precisions cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msa_tiles import console
+from msa_tiles.commands._options import add_filters, add_json, select, without_missing
+from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.registry import Cell, Registry
+
+POINTS = 1  # of each cell that runs on the GPU present
+
+
+def add(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "matrix",
+        help="show what exists in every precision, how accurate it is, and what precisions cost",
+        description="Walks operator x DSL x target x precision x layout: evidence, worst error, tolerance, and the "
+        "error of torch in the same precision; then how many blocks each format of index keys still chooses as float32. "
+        "With a GPU a small case of every kernel for it is run; without one errors are those on record.",
+    )
+    add_filters(parser)
+    parser.add_argument("--recorded", action="store_true", help="run nothing on a GPU")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write matrix.json and matrix.png there")
+    add_json(parser, "cells, and costs in selection")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 where a kernel that was run is wrong."""
+    import torch
+
+    from msa_tiles.demo import picture as pictures
+    from msa_tiles.matrix import picture, report, selection, walk
+    from msa_tiles.runtime.registry import default_registry
+
+    if args.out is not None:
+        refuse_unwritable("--out", args.out, directory=True)
+    registry = default_registry()
+    cells = select(args, registry)
+    ran: dict[str, dict[str, tuple[float, float, str]]] = {}
+    failures: list[str] = []
+    card = ""
+    if torch.cuda.is_available() and not args.recorded:
+        ran, failures, card = _run(cells, registry, args)
+    entries = walk.walk(registry, here=True, cells=cells)
+    rows = [report.describe(entry, ran, card) for entry in entries]
+    costs = selection.costs()
+    document = {"cells": rows, "selection": [cost.as_json() for cost in costs], "failures": failures}
+    if args.json:
+        console.say(json.dumps(document, indent=1))
+    else:
+        console.table(report.lines(rows))
+        console.say(report.LEGEND)
+        console.say(
+            f"\nselection from the last {selection.QUERIES} of {selection.LENGTH:,} tokens, against float32 scores; "
+            "attention kept: the share of dense attention inside the chosen blocks"
+        )
+        console.table(report.cost_lines(costs))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        file = args.out / "matrix.json"
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        console.note(f"wrote {file}")
+        if pictures.available():
+            picture.draw(args.out / "matrix.png", entries, costs)
+            console.note(f"wrote {args.out / 'matrix.png'}")
+        else:
+            console.note("no picture: matplotlib is not installed (pip install matplotlib)")
+    for failure in failures:
+        console.complain(failure)
+    return 1 if failures else 0
+
+
+def _run(
+    cells: Sequence[Cell], registry: Registry, args: argparse.Namespace
+) -> tuple[dict[str, dict[str, tuple[float, float, str]]], list[str], str]:
+    """The errors of a small case of each kernel for the GPU present, by cell; what failed; and the card."""
+    import torch
+
+    from msa_tiles import trees
+    from msa_tiles.runtime.facts import device_facts
+    from msa_tiles.spec import load
+    from msa_tiles.verify import runner
+    from msa_tiles.verify.cases import cases, smallest
+
+    device = torch.device("cuda")
+    facts = device_facts(device, registry.targets.values())
+    there = without_missing(cell for cell in cells if cell.target == facts.target)
+    specs = load(*trees.specs_dirs())
+    grid = [(cell, smallest(cases(cell, specs), POINTS)) for cell in there]
+    console.note(f"{counted(len(grid), 'cell')} run on {facts}")
+    ran: dict[str, dict[str, tuple[float, float, str]]] = {}
+    failures: list[str] = []
+    due: list[Any] = [case for _, found in grid for case in found]
+    results = runner.sample(grid, device, seed=lambda: random.randrange(1 << 31))
+    for result in console.arrivals(results, map(str, due), "cases", lambda result: str(result.case)):
+        if result.failure is not None:
+            failures.append(f"{result.case} (seed {result.seed}): {result.failure}")
+            continue
+        ran[result.case.cell.id] = {
+            output: (error.worst, error.accepted, error.metric) for output, error in result.errors.items()
+        }
+    return ran, failures, f"here, {facts.name}"

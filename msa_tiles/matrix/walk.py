@@ -1,0 +1,86 @@
+"""The walk: every cell in each layout of its keys, with what is known of it. Nothing here is typed, all is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msa_tiles import trees
+from msa_tiles.commands.support import is_generated
+from msa_tiles.runtime import evidence
+from msa_tiles.runtime.accuracy import Accuracy, accuracies
+from msa_tiles.runtime.registry import Cell, Registry
+from msa_tiles.spec import Specs, load
+
+FLAT, PAGED, WITHOUT = "flat", "paged", "-"
+STATUSES = ("verified", "simulated", "compiled", "generated", "out of date")
+"""From the strongest evidence to none."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell in one layout of its keys (`-`: it has none), with its evidence.
+
+    `date` and `card` are of the run that verified it as it is now, empty elsewhere; `errors` are the worst ones of each
+    output on record, of an earlier kernel too.
+    """
+
+    cell: Cell
+    group: str
+    layout: str
+    status: str
+    date: str
+    card: str
+    errors: tuple[Accuracy, ...]
+
+
+def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None) -> list[Entry]:
+    """The entries of these cells, all where none are named, in the registry's order.
+
+    `here` counts what this machine knows besides what is on record: which kernels its simulator has run.
+    """
+    verified, compiled = evidence.verified_of(registry), evidence.compiled_of(registry)
+    entries = []
+    for cell in registry.cells if cells is None else cells:
+        ran = evidence.is_verified(cell, verified)
+        if not is_generated(cell):
+            status = "out of date"
+        elif ran:
+            status = "verified"
+        elif here and evidence.is_simulated(cell):
+            status = "simulated"
+        else:
+            recorded = evidence.is_recorded(cell, registry.targets[cell.target], compiled)
+            status = "compiled" if recorded else "generated"
+        record = verified.get(cell.id, {}) if status == "verified" else {}
+        errors = tuple(accuracies([cell], verified))
+        entries += [
+            Entry(
+                cell,
+                registry.group_of(cell.precision),
+                layout,
+                status,
+                str(record.get("date", "")),
+                str(record.get("card", "")),
+                errors,
+            )
+            for layout in layouts_of(cell)
+        ]
+    return entries
+
+
+def layouts_of(cell: Cell) -> tuple[str, ...]:
+    """How keys of its calls may lie: by its compile-time dim of pages; in pages where rows are written there."""
+    if cell.op.startswith("append_"):
+        return (PAGED,)
+    pages = cell.variants.get("pages_per_block")
+    if pages is None:
+        return (WITHOUT,)
+    return tuple(layout for layout, held in ((FLAT, 0 in pages), (PAGED, any(pages))) if held)
+
+
+def groups_of(entries: Iterable[Entry], specs: Specs | None = None) -> list[str]:
+    """The groups of precisions that the entries have, in the order of the specs."""
+    found = {entry.group for entry in entries}
+    known = load(*trees.specs_dirs()) if specs is None else specs
+    return [group for group in dict.fromkeys(each.group for each in known.precisions.values()) if group in found]
