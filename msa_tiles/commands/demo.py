@@ -34,6 +34,12 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("msa_demo"), metavar="DIR", help="for the report and the picture (msa_demo)"
     )
+    parser.add_argument(
+        "--precision",
+        default="bf16",
+        metavar="NAME",
+        help="what keys, values and index keys are stored in: bf16, fp8, nvfp4 or fp4 (default bf16)",
+    )
     parser.add_argument("--train", action="store_true", help="train an indexer instead")
     parser.add_argument(
         "--steps",
@@ -50,7 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
     Missed questions do not fail the demo: they are a result, and shown. Raises ValueError for a text that cannot serve.
     """
+    from msa_tiles import names
+    from msa_tiles.demo.precision import BF16, FORMATS
+
+    names.check("--precision", [args.precision], FORMATS)
     if args.train:
+        if args.precision != BF16:
+            raise ValueError(f"--precision: got {args.precision}; --train takes bf16, as gradients do")
         return _train(args)
     if args.steps is not None:
         raise ValueError("--steps: only --train takes steps")
@@ -73,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
         + ("NOT what is shipped" if differences else "equal to the shipped ones")
     )
     console.say(f"{len(source.ids):,} tokens of {source.source}, {len(source.vocabulary):,} different ones")
-    place = device.choose()
+    place = device.choose(args.precision)
     text.refuse_runaway(source, place.torch_device.type == "cuda")
-    report, block_indices, questions, prompt = demo.run(source, place)
+    report, block_indices, questions, prompt = demo.run(source, place, args.precision)
     demo.show(report)
     for file in demo.write(report, block_indices, questions, prompt, args.out):
         console.say(f"wrote {file}")

@@ -25,7 +25,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "matrix",
         help="show what exists in every precision, how accurate it is, and what precisions cost",
         description="Walks operator x DSL x target x precision x layout: evidence, worst error, tolerance, and the "
-        "error of torch in the same precision; then how many blocks each format of index keys still chooses as float32. "
+        "error of torch in the same precision; then how many blocks each format of index keys still chooses. "
         "With a GPU a small case of every kernel for it is run; without one errors are those on record.",
     )
     add_filters(parser)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from msa_tiles import console, ops
+from msa_tiles.bench.agreement import overlap
 from msa_tiles.demo import embed, oracle, picture
+from msa_tiles.demo import precision as precisions
 from msa_tiles.demo.device import Device
 from msa_tiles.demo.questions import PHRASE, Question, choose
 from msa_tiles.demo.text import Text
@@ -60,6 +62,8 @@ class Report:
     error_limit: float
     attention_saved: float
     saved_with_scoring: float
+    precision: str
+    cost: precisions.Cost | None
 
     @property
     def agrees(self) -> bool:
@@ -86,7 +90,26 @@ def ask(text: Text, questions: list[Question]) -> Prompt:
     return Prompt(ids, rows)
 
 
-def prefill(layer: embed.Layer, shape: embed.Shape, device: Device) -> tuple[Tensor, Tensor, float, float]:
+def select(layer: precisions.Held, shape: embed.Shape, device: Device, label: str) -> Tensor:
+    """`block_indices` of the whole prompt, chunk after chunk."""
+    total = layer.q.shape[0]
+    chunk = device.chunk or total
+    ids = []
+    for start in console.progress(range(0, total, chunk), label):
+        end = min(start + chunk, total)
+        part = ops.select_blocks(
+            precisions.rows(layer.idx_q, start, end),
+            precisions.rows(layer.idx_k, 0, end),
+            shape.topk,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=shape.block_size,
+        )
+        ids.append(part)
+        device.synchronise()
+    return torch.cat(ids, dim=1)
+
+
+def prefill(layer: precisions.Held, shape: embed.Shape, device: Device) -> tuple[Tensor, Tensor, float, float]:
     """`(block_indices, out, seconds selecting, seconds attending)` for the whole prompt.
 
     Runs as a chunked prefill: the queries `start .. end` against the keys `0 .. end`, chunk after chunk, which is the
@@ -95,20 +118,8 @@ def prefill(layer: embed.Layer, shape: embed.Shape, device: Device) -> tuple[Ten
     total = layer.q.shape[0]
     chunk = device.chunk or total
     starts = range(0, total, chunk)
-    ids = []
     began = time.perf_counter()
-    for start in console.progress(starts, "selecting blocks"):
-        end = min(start + chunk, total)
-        part = ops.select_blocks(
-            layer.idx_q[start:end],
-            layer.idx_k[:end],
-            shape.topk,
-            num_kv_heads=shape.num_kv_heads,
-            block_size=shape.block_size,
-        )
-        ids.append(part)
-        device.synchronise()
-    block_indices = torch.cat(ids, dim=1)
+    block_indices = select(layer, shape, device, "selecting blocks")
     selected = time.perf_counter()
     outs = []
     with device.small_steps():
@@ -116,8 +127,8 @@ def prefill(layer: embed.Layer, shape: embed.Shape, device: Device) -> tuple[Ten
             end = min(start + chunk, total)
             attended = ops.sparse_attention(
                 layer.q[start:end],
-                layer.k[:end],
-                layer.v[:end],
+                precisions.rows(layer.k, 0, end),
+                precisions.rows(layer.v, 0, end),
                 block_indices[:, start:end],
                 block_size=shape.block_size,
             )
@@ -146,8 +157,11 @@ def saved(block_indices: Tensor, shape: embed.Shape) -> tuple[float, float]:
     return 1 - attended / dense, 1 - (attended + scoring) / dense
 
 
-def run(text: Text, device: Device) -> tuple[Report, Tensor, list[Question], Prompt]:
-    """The whole job on `text`. Raises ValueError when the text offers nothing to ask."""
+def run(text: Text, device: Device, precision: str = precisions.BF16) -> tuple[Report, Tensor, list[Question], Prompt]:
+    """The whole job on `text`, with keys and values in a group of precisions.
+
+    Raises ValueError when the text offers nothing to ask.
+    """
     shape = device.shape
     questions = choose(text, NUM_QUESTIONS)
     if not questions:
@@ -155,17 +169,41 @@ def run(text: Text, device: Device) -> tuple[Report, Tensor, list[Question], Pro
     prompt = ask(text, questions)
     console.say(f"embedding {len(prompt.ids):,} tokens ({len(questions)} questions at the end)")
     layer = embed.embed(prompt.ids, shape, device.dtype, device.torch_device)
-    block_indices, out, select_seconds, attention_seconds = prefill(layer, shape, device)
+    held = precisions.held(layer, precision)
+    block_indices, out, select_seconds, attention_seconds = prefill(held, shape, device)
 
     rows = rows_to_check(len(prompt.ids), prompt.rows).to(out.device)
     dense = oracle.dense_over_selection(
-        layer.q, layer.k, layer.v, block_indices, rows, shape.block_size, _with_progress("dense attention, to compare")
+        held.q,
+        precisions.values(held.k),
+        precisions.values(held.v),
+        block_indices,
+        rows,
+        shape.block_size,
+        _with_progress("dense attention, to compare"),
     )
     scale = dense.abs().max()
     error = ((out[rows].double() - dense).abs().max() / scale).item()
     rounding = ((dense.to(device.dtype).double() - dense).abs().max() / scale).item()
     saved_attention, saved_all = saved(block_indices, shape)
 
+    cost = None
+    if precision != precisions.BF16:
+        exact = precisions.held(layer, precisions.BF16)
+        whole = select(exact, shape, device, "selecting unquantised")
+        unquantised = oracle.dense_over_selection(
+            layer.q, layer.k, layer.v, block_indices, rows, shape.block_size, _with_progress("unquantised, to compare")
+        )
+        off = (out[rows].double() - unquantised).abs()
+        worst, mean = off.max() / unquantised.abs().max(), off.mean() / unquantised.abs().mean()
+        found, before = (
+            sum(
+                _chosen(ids, question, row, shape.block_size)
+                for question, row in zip(questions, prompt.rows, strict=True)
+            )
+            for ids in (block_indices, whole)
+        )
+        cost = precisions.Cost(overlap(block_indices, whole), worst.item(), mean.item(), found, before)
     block_indices = block_indices.cpu()
     words = embed.read_out(layer, out[torch.tensor(prompt.rows, device=out.device)]).tolist()
     vocabulary = [*text.vocabulary, "(separator)"]
@@ -188,8 +226,14 @@ def run(text: Text, device: Device) -> tuple[Report, Tensor, list[Question], Pro
         error_limit=ERROR_LIMIT[device.dtype],
         attention_saved=saved_attention,
         saved_with_scoring=saved_all,
+        precision=precision,
+        cost=cost,
     )
     return report, block_indices, questions, prompt
+
+
+def _chosen(block_indices: Tensor, question: Question, row: int, block_size: int) -> bool:
+    return bool((block_indices[:, row] == question.answer // block_size).any())
 
 
 def _outcome(question: Question, chosen: Tensor, block_size: int, word: str) -> Outcome:
@@ -228,12 +272,28 @@ def show(report: Report) -> None:
                 f"{report.error:.2e} of the largest output, {report.checked_rows} rows; "
                 f"limit {report.error_limit:.0e}, rounding to {report.dtype} alone {report.rounding_error:.2e}",
             ],
+            *_cost_lines(report),
             ["attention work saved", f"{report.attention_saved:.1%} of causal attention"],
             ["the same, index scoring counted as work", f"{report.saved_with_scoring:.1%}"],
             ["time", f"selection {report.select_seconds:.2f} s, attention {report.attention_seconds:.2f} s"],
             ["ran on", f"{report.device}, {report.dtype}, {report.tokens:,} tokens of {report.source}"],
         ]
     )
+
+
+def _cost_lines(report: Report) -> list[list[str]]:
+    """What the precision costs, where there is one."""
+    cost = report.cost
+    if cost is None:
+        return []
+    return [
+        [f"of {report.precision}: blocks chosen as unquantised", f"{cost.overlap:.2%} of all"],
+        ["the same: answers' blocks chosen", f"{cost.found}, unquantised {cost.found_unquantised}"],
+        [
+            "the same: error against dense attention, unquantised",
+            f"{cost.error:.2e} of the largest output, on the mean {cost.mean_error:.2e} of the mean",
+        ],
+    ]
 
 
 def write(report: Report, block_indices: Tensor, questions: list[Question], prompt: Prompt, out: Path) -> list[Path]:
@@ -245,6 +305,8 @@ def write(report: Report, block_indices: Tensor, questions: list[Question], prom
     if picture.available():
         written.append(out / "selection_map.png")
         hits = sum(outcome.found for outcome in report.outcomes)
-        title = f"{report.tokens:,} tokens of {report.source}: {hits} of {report.questions} answers' blocks selected"
+        stored = "" if report.precision == precisions.BF16 else f"{report.precision}, "
+        words = f"{hits} of {report.questions} answers' blocks selected"
+        title = f"{stored}{report.tokens:,} tokens of {report.source}: {words}"
         picture.draw(written[-1], block_indices, report.shape["block_size"], questions, prompt.rows, title)
     return written

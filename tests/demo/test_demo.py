@@ -16,7 +16,7 @@ TOKENS = 2560
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(device, "choose", lambda: device.CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,28 @@ def test_demo_shows_what_it_found_and_writes_report_and_picture(tmp_path, capsys
     assert "equal to the shipped ones" in shown.out
     assert "selecting blocks" in shown.err and "sparse attention" in shown.err
     assert (tmp_path / "selection_map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4", "fp4"])
+def test_fewer_bits_cost_something_and_it_is_told(tmp_path, capsys, precision):
+    assert main(["demo", "--tokens", str(TOKENS), "--precision", precision, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["precision"] == precision and report["agrees"] and report["dtype"] == "bfloat16"
+    cost = report["cost"]
+    assert 0.8 < cost["overlap"] < 1.0 and report["error"] < cost["error"] and 0 < cost["mean_error"] < 0.5
+    assert cost["found"] == sum(outcome["heads_with_answer"] > 0 for outcome in report["outcomes"])
+    assert cost["found_unquantised"] > 0
+    assert f"of {precision}: blocks chosen as unquantised" in shown and "on the mean" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--precision", "nvfp5"], "nvfp4"), (["--train", "--precision", "nvfp4"], "--train takes bf16")],
+)
+def test_precisions_that_the_demo_has_not(arguments, message, capsys):
+    assert main(["demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_text_of_the_users_own(tmp_path, capsys):

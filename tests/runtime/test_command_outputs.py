@@ -154,7 +154,7 @@ def test_a_gpu_that_cannot_run_the_demo_does_not_leave_its_text_to_the_cpu(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("msa_tiles.demo.kernels.differences", lambda *_: (1, []))
-    monkeypatch.setattr(device, "choose", lambda: device.CPU)
+    monkeypatch.setattr(device, "choose", lambda precision: device.CPU)
     assert "wanted at most 65,536 on a CPU" in complaint(capsys, "demo", "--tokens", "70000")
 
 
