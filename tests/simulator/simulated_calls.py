@@ -532,11 +532,12 @@ def sparse_attention(
     sticky: bool = False,
     attend: Attend | None = None,
     precision: str = "bf16",
+    outer: float | None = None,
     **scaled: int,
 ) -> None:
     """Schedule, attention and merge of all windows; `attend` stands in for the attention kernel."""
-    q = call.tensor(call.total_q, heads * group, head_dim)
-    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
+    q = call.tensor(call.total_q, heads * group, head_dim).div_(outer or 1.0)
+    at, (k, v), where = stored_keys(call, precision, heads, head_dim, block_size, outer, **scaled)
     ids = call.source.selection(call.lengths, heads, topk, block_size, sticky)
     ids = torch.cat([ids, torch.zeros((heads, call.rows_behind, topk), dtype=torch.int32)], 1)
     out, lse = torch.full(q.shape, torch.nan).bfloat16(), torch.full(q.shape[:2], torch.nan)
@@ -566,6 +567,14 @@ def sparse_attention(
     )
     call.agree("lse", lse, wanted_lse, 2e-3)
     call.agree("out", out / v.unit(group), wanted / v.unit(group), 0.04)
+
+
+def sparse_attention_q16kv4(call: Call, **arguments: Any) -> None:
+    sparse_attention(call, precision="q16kv4", **arguments)
+
+
+def sparse_attention_q16kvmx4(call: Call, **arguments: Any) -> None:
+    sparse_attention(call, precision="q16kvmx4", **arguments)
 
 
 def sparse_attention_q16kv8(call: Call, **arguments: int) -> None:

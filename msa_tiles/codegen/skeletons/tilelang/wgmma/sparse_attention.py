@@ -17,6 +17,12 @@ where tokens have scales. Nobody frees the bytes: its threads meet (named barrie
 Scales of tokens multiply S, and P behind its sum. A scale that a head shares is folded into the softmax's (keys) and
 into what O is normalised by (values).
 # % endif
+# % if precision.keys.packed > 1
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them to bfloat16 with the scales of their groups.
+Nobody frees the bytes: its threads meet (named barrier 7) before the next ones are sent for. A scale that a head has
+besides is folded into the softmax's (keys) and into what O is normalised by (values).
+# % endif
 
 The producer sends the first AHEAD tiles of a task to each consumer before it waits for room for the task's K and V.
 That must stay below STAGES - 1: the slot of a consumer's last partial is only freed by its next tile.
@@ -278,9 +284,11 @@ def sparse_attention(
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), keys.element),
         k: keys.tensor(num_kv_heads),
-        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        k_scale: keys.scale(num_kv_heads),  # % if precision.scale
+        k_global_scale: keys.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         v: values.tensor(num_kv_heads),
-        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v_scale: values.scale(num_kv_heads),  # % if precision.scale
+        v_global_scale: values.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         edges: T.Tensor((num_windows, num_kv_heads, num_edges), "int32"),
         tasks: T.Tensor((num_windows, num_kv_heads, num_tasks, 4), "int32"),
