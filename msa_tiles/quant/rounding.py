@@ -45,11 +45,12 @@ def unpacked(data: Tensor) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """float64, none below 0 -> e4m3, to nearest even, saturating; NaN stays NaN."""
+    """float64, none below 0 -> e4m3, to nearest even, saturating; NaN stays NaN, without a sign."""
     _, exponent = torch.frexp(values)
     step = power_of_two(exponent.to(torch.int64).clamp(-5, 9) - 4)
     rounded = ((values / step).round() * step).clamp_max(LARGEST_E4M3)
-    return rounded.to(torch.float32).to(torch.float8_e4m3fn)
+    # Arithmetic on a GPU may give a NaN any sign, and e4m3 would keep it.
+    return torch.where(values.isnan(), torch.nan, rounded).to(torch.float32).to(torch.float8_e4m3fn)
 
 
 def floor_e8m0(values: Tensor) -> Tensor:

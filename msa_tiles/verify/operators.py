@@ -109,21 +109,25 @@ class SparseAttention:
         wanted, wanted_lse = reference.sparse_attention(
             self.q.float(), self.keys[0], self.keys[1], self.ids, **self.options
         )
-        errors = compare.numbers("lse", lse, wanted_lse, self.case.tolerance["lse"])
         out, wanted = out / self.unit, wanted / self.unit
-        metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
-        errors |= compare.numbers("out", out, wanted, self.case.tolerance["out"], metric)
-        rows, accepted = rounded_error(
+        rounded = rounded_error(
             self.q,
             self.flat[0],
             self.flat[1],
             self.ids,
             wanted,
+            wanted_lse,
             unit=self.unit,
             scaled=self.scaled,
             **self.flat_options,
         )
-        compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * accepted)
+        # Keys times the scales of their tokens are rounded to bfloat16, as torch's are.
+        of_lse = max(self.case.tolerance["lse"], 2 * rounded.lse if self.scaled else 0.0)
+        errors = compare.numbers("lse", lse, wanted_lse, of_lse)
+        metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
+        errors |= compare.numbers("out", out, wanted, self.case.tolerance["out"], metric)
+        rows = rounded.rows
+        compare.numbers("out, against the same in bfloat16", out[rows], wanted[rows], 2 * rounded.out)
         return errors
 
 

@@ -109,3 +109,30 @@ def test_a_fault_is_still_one(order: str, sequences: tuple[tuple[int, int], ...]
         check = check_of(sequences, False, seed)
         with pytest.raises(Disagreement, match="error"):
             check.compare(answer(check, order))
+
+
+def given(check: operators.SparseAttention, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of the reference over other flat keys [total_k, Hkv, D]."""
+    values = check.flat[1].float()
+    out, lse = reference.sparse_attention(check.q.float(), keys, values, check.ids, **check.flat_options)
+    return out.bfloat16(), lse
+
+
+def test_keys_are_rounded_once_they_are_scaled() -> None:
+    """A kernel that multiplies keys by their tokens' scales has bfloat16 of them, and so has torch."""
+    beyond = 0
+    for seed in SEEDS:
+        check = check_of(((9, 9),) * 6, False, seed)
+        out, lse = given(check, check.flat[0].float())
+        _, wanted = reference.sparse_attention(check.q.float(), *check.keys, check.ids, **check.options)
+        beyond += float((lse - wanted).abs().nan_to_num(nan=0.0).max()) > check.case.tolerance["lse"]
+        check.compare((out, lse))
+    assert beyond, "the bound of rounded keys is never needed"
+
+
+def test_scales_of_other_keys_are_noticed() -> None:
+    for seed in SEEDS[:3]:
+        check = check_of(((9, 9),) * 6, False, seed)
+        keys = check.flat[0].float()
+        with pytest.raises(Disagreement, match="lse: error"):
+            check.compare((given(check, keys)[0], given(check, keys.roll(1, 0))[1]))
