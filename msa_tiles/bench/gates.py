@@ -103,8 +103,7 @@ GATES = (
 )
 
 LATER = {
-    "first call with a pack": "there are no packs yet",
-    "host time of an eager call, memory of a prompt of 1M tokens": "neither is a time of a case",
+    "first call with a pack, host time of an eager call, memory of a prompt of 1M tokens": "none is a time of a case",
 }
 """What else is aimed at, and why no row shows it."""
 

@@ -22,7 +22,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "--points",
         default="all",
         metavar="SET",
-        help="serving, training, all (default), or a JSON file: a list of objects with op, precision, dsl and variant",
+        help="serving, training, all (default: both), unverified (what `msa-tiles verify --stale` launches), or a JSON "
+        "file: a list of objects with op, precision, dsl and variant",
     )
     add_names(parser, "--dsl", "DSL,…", "tilelang, cutedsl, both, or best (default): what was measured to be faster")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new directory, or a wheel (*.whl)")
@@ -32,10 +33,13 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from msa_tiles import trees
     from msa_tiles.pack import make, points, wheel
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.registry import default_registry
+    from msa_tiles.spec import load
     from msa_tiles.spec.model import DSLS
+    from msa_tiles.verify.launched import unverified
 
     registry = default_registry()
     if not args.target:
@@ -50,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
         refuse_unwritable("--cache", args.cache, directory=True)
     cache = Cache(args.cache)
     make.refuse_machine()
-    jobs = points.jobs_of(args.points, registry, target.name, dsl)
+    if args.points == points.UNVERIFIED:
+        jobs = unverified(registry, load(*trees.specs_dirs()), target.name, [dsl] if dsl in DSLS else DSLS)
+    else:
+        jobs = points.jobs_of(args.points, registry, target.name, dsl)
     if args.out.suffix == ".whl":
         packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
     else:

@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
@@ -32,8 +32,7 @@ from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
 if TYPE_CHECKING:
-    from msa_tiles.runtime.build import Job
-    from msa_tiles.runtime.registry import Cell, Registry
+    from msa_tiles.runtime.registry import Cell
     from msa_tiles.verify.cases import Case
 
 
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec import load
     from msa_tiles.verify import runner
     from msa_tiles.verify.cases import cases, smallest
+    from msa_tiles.verify.launched import to_compile
 
     registry = default_registry()
     cells = select(args, registry)
@@ -228,32 +228,3 @@ def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:
             watch = [tool, "--tool", args.sanitizer, "--error-exitcode", str(ERRORS), "--kernel-name", f"kns={kernels}"]
             bad += bool(subprocess.run([*watch, *again], check=False).returncode)
     return 1 if bad else 0
-
-
-def to_compile(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> list[Job]:
-    """The kernels that these cases launch, but for those that run from a pack."""
-    from msa_tiles.runtime import packs
-
-    return [job for job in launched(grid, registry) if packs.find(job.cell, job.variant) is None]
-
-
-def launched(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> list[Job]:
-    """The kernels that these cases launch: their own, and those of other operators that their calls launch besides.
-
-    What is forgotten here is compiled when a case comes to it.
-    """
-    from msa_tiles.runtime.build import Job
-    from msa_tiles.runtime.parts import parts_of, variants_at
-
-    jobs: dict[str, Job] = {}
-    for cell, found in grid:
-        points = list({tuple(case.point.items()): case.point for case in found}.values())
-        wanted = [Job(cell, dict(point)) for point in points]
-        for op in parts_of(cell.op)[1:]:
-            others = registry.select(op, target=cell.target)
-            # Of another DSL where the cell's own has none.
-            for other in [other for other in others if other.dsl == cell.dsl] or others:
-                if registry.precisions[cell.precision].agrees(registry.precisions[other.precision], other.reads):
-                    wanted += [Job(other, variant) for point in points for variant in variants_at(other, point)]
-        jobs |= {str(job): job for job in wanted}
-    return list(jobs.values())

@@ -28,6 +28,7 @@ OPERATORS = {
 # A model is trained on flat keys of 16 bits.
 _TRAINING = {"pages_per_block": (0,)}
 SETS = (*OPERATORS, "all")
+UNVERIFIED = "unverified"  # what `msa-tiles verify --stale` launches: see msa_tiles.verify.launched
 BEST, BOTH = "best", "both"
 
 
@@ -76,7 +77,7 @@ def _of_file(path: Path, registry: Registry, target: str) -> Iterator[tuple[Cell
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        sets = ", ".join(SETS)
+        sets = ", ".join((*SETS, UNVERIFIED))
         raise ValueError(f"--points {path} is none of {sets}, and no file ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error

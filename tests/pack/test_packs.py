@@ -304,7 +304,7 @@ class TestCommand:
             (["--target", "sm90,sm100"], "--target sm90,sm100: a pack is for one target"),
             (["--target", "sm90", "--dsl", "tilelang", "--dsl", "best"], "--dsl tilelang,best: name one"),
             (["--target", "sm90", "--jobs", "0"], "--jobs is 0, wanted at least 1"),
-            (["--target", "sm90", "--points", "nowhere"], "none of serving, training, all, and no file"),
+            (["--target", "sm90", "--points", "nowhere"], "none of serving, training, all, unverified, and no file"),
         ],
     )
     def test_bad_options_are_refused(

@@ -17,11 +17,11 @@ from msa_tiles import paths, runtime, spec
 from msa_tiles.call import backends
 from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
-from msa_tiles.runtime import CallFacts, packs
+from msa_tiles.runtime import CallFacts, evidence, packs
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.registry import Cell, default_registry
-from msa_tiles.verify import compare, inputs, operators, quantised, runner, selection
+from msa_tiles.verify import compare, inputs, launched, operators, quantised, runner, selection
 from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 
 CPU = torch.device("cpu")
@@ -318,10 +318,22 @@ def test_what_a_pack_has_is_not_compiled(monkeypatch: pytest.MonkeyPatch, specs:
     registry = default_registry()
     [cell] = registry.select("combine", "cutedsl", "sm90")
     grid = [(cell, cases(cell, specs))]
-    wanted = verify_command.launched(grid, registry)
+    wanted = launched.launched(grid, registry)
     packed = wanted[0]
     monkeypatch.setattr(packs, "find", lambda cell, variant: (cell, variant) == (packed.cell, packed.variant) or None)
-    assert wanted[1:] and verify_command.to_compile(grid, registry) == wanted[1:]
+    assert wanted[1:] and launched.to_compile(grid, registry) == wanted[1:]
+
+
+def test_what_is_not_verified_may_be_packed_before(monkeypatch: pytest.MonkeyPatch, specs: spec.Specs) -> None:
+    registry = default_registry()
+    [cell] = registry.select("sparse_decode", "cutedsl", "sm90", "bf16")
+    monkeypatch.setattr(evidence, "is_verified", lambda other, verified: other.id != cell.id)
+    jobs = launched.unverified(registry, specs, "sm90", ["tilelang", "cutedsl"])
+    own = [tuple(job.variant.items()) for job in jobs if job.cell.id == cell.id]
+    assert {*own} >= {tuple(point.items()) for point in cell.ci} and len(own) == len({*own})
+    assert {job.cell.op for job in jobs} == {"sparse_decode", "combine"}
+    with pytest.raises(ValueError, match="for sm90 are verified as they are now"):
+        launched.unverified(registry, specs, "sm90", ["tilelang"])
 
 
 def test_cells_are_shared_out_to_processes(monkeypatch: pytest.MonkeyPatch, specs: spec.Specs) -> None:

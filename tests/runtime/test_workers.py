@@ -21,7 +21,6 @@ import torch
 from fakes import VERSION
 
 from msa_tiles import cli
-from msa_tiles.commands import verify
 from msa_tiles.runtime import compile_count, compiler, launch, parts, pending, toolchain, workers
 from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.cache import Cache, Entry
@@ -329,18 +328,19 @@ def test_verify_compiles_what_its_cases_launch() -> None:
     from msa_tiles import paths
     from msa_tiles.spec import load
     from msa_tiles.verify.cases import cases, smallest
+    from msa_tiles.verify.launched import launched
 
     registry, specs = default_registry(), load(paths.specs_dir())
     [combine] = registry.select("combine", "cutedsl", "sm90")
-    jobs = verify.launched([(combine, cases(combine, specs))], registry)
+    jobs = launched([(combine, cases(combine, specs))], registry)
     assert {str(job) for job in jobs} == {str(Job(combine, point)) for point in combine.ci}
     [attention] = registry.select("sparse_attention", "cutedsl", "sm90", "bf16")
-    jobs = verify.launched([(attention, smallest(cases(attention, specs)))], registry)
+    jobs = launched([(attention, smallest(cases(attention, specs)))], registry)
     assert {job.cell.op for job in jobs} == set(parts.parts_of("sparse_attention"))
     assert {job.cell.dsl for job in jobs} == {"cutedsl"} and len(jobs) < 30
     [helper] = registry.select("build_schedule", "cutedsl", "sm90")
     only_tilelang = dataclasses.replace(registry, cells=tuple(c for c in registry.cells if c.id != helper.id))
-    jobs = verify.launched([(attention, smallest(cases(attention, specs)))], only_tilelang)
+    jobs = launched([(attention, smallest(cases(attention, specs)))], only_tilelang)
     assert {job.cell.dsl for job in jobs if job.cell.op == "build_schedule"} == {"tilelang"}
 
 
