@@ -41,7 +41,7 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
 def scale_of(largest: Tensor) -> Tensor:
     """The scales, float32 like ``largest``, by which values up to these magnitudes become e4m3; 1 for none."""
     # By a tensor on its device: torch multiplies by the inverse of a plain number there, which is a bit off for some.
-    scale = largest / torch.full((), LARGEST, device=largest.device)
+    scale = largest / largest.new_full((), LARGEST)
     return torch.where(scale >= LEAST_SCALE, scale, 1.0)
 
 

@@ -53,7 +53,7 @@ def with_native_cells() -> Registry:
 def test_cells_of_the_same_storage_are_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """However they multiply; what was measured picks."""
     registry = with_native_cells()
-    (cell, twin) = (c for c in registry.select("sparse_attention", "tilelang", "sm90") if c.precision != "q16kv8")
+    cell, twin = (registry.select("sparse_attention", "tilelang", "sm90", name)[0] for name in ("bf16", "bf16m8"))
     call = CallFacts("sparse_attention", torch.device("cuda"), "bf16", cell.ci[0])
     monkeypatch.setattr("msa_tiles.runtime.toolchain.missing", lambda dsl: None)
     monkeypatch.setattr("msa_tiles.runtime.evidence.has_run", lambda cell, registry: True)
