@@ -19,7 +19,7 @@ Written by `python perf/standings.py` from `perf/results`: the last row of each 
 milliseconds, sustained over a second in both orders with the peers in the same run. *Ratio* is the best peer's time by
 that of our faster DSL; *share* is the roofline's time by ours. Rows are not changed when kernels change: `msa-tiles
 bench --from FILE --gates` marks those that have gone stale. [lessons](lessons/README.md) say what limits what,
-[LOG.md](LOG.md) what was tried.
+[NOTES.md](NOTES.md) what was tried.
 """
 
 

@@ -22,7 +22,7 @@ def test_what_is_written_from_rows_is_what_the_rows_say(script: str) -> None:
 
 
 def test_the_log_is_dated_and_in_order() -> None:
-    lines = [line for line in (ROOT / "perf/LOG.md").read_text().splitlines() if line.startswith("|")]
+    lines = [line for line in (ROOT / "perf/NOTES.md").read_text().splitlines() if line.startswith("|")]
     heading, _, *rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     assert heading == ["date", "commit", "what", "predicted", "got", "why"]
     assert rows
