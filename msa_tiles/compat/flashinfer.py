@@ -6,12 +6,12 @@ After flashinfer-python 0.7.4. Served besides what it serves: any number of sele
 every GPU, flat keys, keys of any strides (K and V in one cache), ``out=`` everywhere, no workspace. Undefined there and
 defined here: equal scores (the lower block), rows that see nothing (out 0, LSE -inf), float ``-inf`` scores of valid
 blocks (they are chosen last), more forced blocks than slots (the first ones win). Not served, with a sentence: float16,
-NVFP4 with scales in tiles of 128x4, and the ``msa_icp_*`` family.
+NVFP4 attention with scales in tiles of 128x4, and the ``msa_icp_*`` family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.compat import kept, packed
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.compat.flashinfer_scores import check_output, msa_proxy_score, msa_proxy_score_fp4
 
 __all__ = [
     "SUPPORTS_PACKED_KV",
@@ -42,81 +42,6 @@ def supports_packed_kv(device: torch.device | str) -> bool:
     """
     torch.device(device)
     return True
-
-
-@torch.no_grad()
-def msa_proxy_score(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    page_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    causal: bool = True,
-    max_seqlen_q: int | None = None,
-    max_k_tiles: int | None = None,
-    output: Tensor | None = None,
-    reduce_heads: bool = False,
-    q_offset: int | Tensor | None = None,
-    use_fp32_acc: bool = True,
-) -> Tensor:
-    """The largest product of a query with a visible key of each block of 128: float32 [Hq, tiles, T], -inf for none.
-
-    ``q`` [T, Hq, 128], ``k`` flat [Tk, Hkv, 128] with ``cu_seqlens_k``, or paged [pages, Hkv, 128, 128] with
-    ``page_table`` int32 [B, pages] and ``seqused_k`` int32 [B]; one dtype: bfloat16, float32, float64 or e4m3 (whose
-    elements stand for themselves). ``cu_seqlens_q`` int32 [B + 1]. Without ``causal`` a query sees all keys of its
-    request; ``q_offset`` (an integer, or int32 [B]) is where a request's first query sits, by default so that the last
-    one sits on the last key. Up to a ``max_seqlen_q`` of 32 the decode operator runs. With ``reduce_heads`` the largest
-    of all heads, [1, tiles, T]. Without ``output`` the answer is a view of scores in which a query's blocks lie
-    together, as `msa_topk_select` reads them; ``output`` gets a copy. Accumulation is in float32 whatever
-    ``use_fp32_acc`` says.
-
-    ``max_k_tiles`` (or the width of ``output``) is the number of blocks. Without both it is that of the longest
-    request, which is read from the device, and the call waits for it.
-
-    Raises ``ValueError`` or ``TypeError`` for shapes that do not fit, float16, and e4m3 keys below other queries.
-    """
-    packed.check_queries(q)
-    if k.dtype != q.dtype:
-        raise TypeError(f"k: got dtype {k.dtype} below queries of {q.dtype}; wanted one dtype of both")
-    where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
-    if max_k_tiles is None and output is not None:
-        max_k_tiles = output.shape[1]
-    if max_k_tiles is None:
-        lengths = packed.key_lengths(cu_seqlens_k, page_table, seqused_k)
-        longest = int(lengths.max()) if lengths.numel() else 0
-        max_k_tiles = -(-longest // packed.BLOCK)
-    score = scores(q, list(k.unbind(1)), where, max_k_tiles, causal, max_seqlen_q)
-    if reduce_heads:
-        score = score.amax(0, keepdim=True)
-    found = score.transpose(1, 2)
-    if output is None:
-        return found
-    _check_output(output, tuple(found.shape), torch.float32)
-    return output.copy_(found)
-
-
-def scores(
-    q: Tensor,
-    keys: Sequence[Tensor | QuantizedTensor],
-    where: dict[str, Any],
-    tiles: int,
-    causal: bool,
-    max_seqlen_q: int | None,
-) -> Tensor:
-    """Scores [Hq, T, tiles] of queries [T, Hq, D] with the keys of each KV head, which as many query heads share."""
-    total_q, num_heads, _ = q.shape
-    if not keys or num_heads % len(keys):
-        raise ValueError(f"q: got {num_heads} heads; wanted a multiple of the {len(keys)} heads of keys")
-    score = q.new_empty((num_heads, total_q, tiles), dtype=torch.float32)
-    few = max_seqlen_q is not None and max_seqlen_q <= packed.FEW_QUERIES
-    if score.numel():
-        for part, queries, stored in zip(score.chunk(len(keys)), q.chunk(len(keys), dim=1), keys, strict=True):
-            (ops.decode_score if few else ops.index_score)(
-                queries, stored, block_size=packed.BLOCK, causal=causal, max_seqlen_q=max_seqlen_q, out=part, **where
-            )
-    return score
 
 
 @torch.no_grad()
@@ -153,7 +78,7 @@ def select(
     if output is None:
         output = score.new_empty(wanted, dtype=torch.int32)
     else:
-        _check_output(output, wanted, torch.int32)
+        check_output(output, wanted, torch.int32)
     if isinstance(num_valid, Tensor):
         num_valid = num_valid.to(torch.int32).clamp(0, tiles)
     elif num_valid is not None:
@@ -279,17 +204,6 @@ def msa_sparse_decode_attention(
     return (result, lse) if return_softmax_lse else result
 
 
-def msa_proxy_score_fp4(*_: Any, **__: Any) -> Tensor:
-    """Raises ``NotImplementedError``: its scales lie in tiles of 128x4 that span heads, and would have to be copied.
-
-    `msa_tiles.ops.index_score` takes NVFP4 index keys with linear scales.
-    """
-    raise NotImplementedError(
-        "msa_proxy_score_fp4: scales in tiles of 128x4 are not served; msa_tiles.ops.index_score takes index keys in "
-        "NVFP4 with linear scales, a msa_tiles.quant.QuantizedTensor"
-    )
-
-
 def prepare_msa_nvfp4_sparse_decode(
     q: Tensor,
     k: Tensor,
@@ -341,8 +255,3 @@ def _refuse_workspace(workspace: object) -> None:
     if workspace is not None:
         came = type(workspace).__name__
         raise ValueError(f"workspace: got a {came}; wanted None: calls allocate a bounded workspace, under capture too")
-
-
-def _check_output(output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(output.shape) != shape or output.dtype != dtype:
-        raise ValueError(f"output: got {output.dtype} {list(output.shape)}; wanted {dtype} {list(shape)}")

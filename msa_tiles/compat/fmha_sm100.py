@@ -1,6 +1,6 @@
 """Functions of MiniMax's ``fmha_sm100`` (github.com/MiniMax-AI/MSA) by name, signature and layout, over ours.
 
-    from msa_tiles.compat.fmha_sm100 import build_k2q_csr, sparse_atten_func, sparse_topk_select
+    from msa_tiles.compat.fmha_sm100 import fmha_sm100, fmha_sm100_plan, sparse_topk_select
 
 Served besides what they serve: Hopper and the CPU, other groups of heads, any number of selected blocks, decode with
 BF16 queries. Undefined there and defined here: equal scores (the lower block), rows that see nothing (out 0, LSE -inf),
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.compat import flashinfer, four_bits, k2q, packed
+from msa_tiles.compat import flashinfer, flashinfer_scores, four_bits, k2q, packed
 from msa_tiles.compat.fmha_decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
+from msa_tiles.compat.fmha_dense import fmha_sm100, fmha_sm100_plan
 
 __all__ = [
     "SparseDecodePagedAttentionWrapper",
     "SparseK2qCsrBuilderSm100",
     "build_k2q_csr",
+    "fmha_sm100",
+    "fmha_sm100_plan",
     "fp4_indexer_block_scores",
     "sparse_atten_func",
     "sparse_atten_nvfp4_kv_func",
@@ -304,9 +307,8 @@ def fp4_indexer_block_scores(
     q = four_bits.widened("q_scale", q_fp4.view(torch.uint8), q_scale, fp4_format)
     keys = k_fp4.view(torch.uint8)
     tiles = -(-max_seqlen_k // packed.BLOCK)
-    places = cu_page_offsets[:-1, None] + torch.arange(tiles, dtype=torch.int32, device=q.device)
-    table = kv_indices[places.clamp(max=max(kv_indices.shape[0] - 1, 0)).long()] if kv_indices.numel() else places * 0
-    return flashinfer.scores(
+    table = packed.table_of(kv_indices, cu_page_offsets, tiles)
+    return flashinfer_scores.scores(
         q,
         [four_bits.grouped("k_scale", keys[:, head], k_scale[:, head], fp4_format) for head in range(keys.shape[1])],
         packed.places(cu_seqlens_q, None, table, cu_seqlens_k.diff(), True, qo_offset, q.shape[0]),

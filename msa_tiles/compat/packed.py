@@ -55,6 +55,12 @@ def key_lengths(cu_seqlens_k: Tensor | None, page_table: Tensor | None, seqused_
     return cu_seqlens_k.diff()
 
 
+def table_of(pages: Tensor, starts: Tensor, width: int) -> Tensor:
+    """int32 [B, width]: request b has ``pages[starts[b] : starts[b + 1]]``; what it lacks is any page or 0."""
+    places = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
+    return pages[places.clamp(max=max(pages.shape[0] - 1, 0)).long()] if pages.numel() else places * 0
+
+
 def keys_and_values(
     k: Tensor,
     v: Tensor,

@@ -57,6 +57,12 @@ def to_linear(scale: Tensor, layout: str, rows: int, groups: int) -> Tensor:
     if layout == "interleaved":
         moved = stored.transpose(-1, -2).flatten(-3, -2)
     else:
-        tiles = stored.movedim((-4, -3, -2), (-2, -3, -4))
-        moved = tiles.flatten(-2).flatten(-4, -2)[..., :rows, :groups].contiguous()
+        tiles = _words(stored).movedim((-4, -3, -2), (-2, -3, -4)).contiguous()
+        moved = tiles.view(torch.uint8).flatten(-2).flatten(-4, -2)[..., :rows, :groups].contiguous()
     return moved.view(scale.dtype)
+
+
+def _words(stored: Tensor) -> Tensor:
+    """Bytes [..., 4] as int32 [..., 1], so that the four of a tile's row are moved together."""
+    stored = stored.contiguous()
+    return (stored.clone() if stored.storage_offset() % TILE_GROUPS else stored).view(torch.int32)

@@ -8,10 +8,11 @@ import pytest
 import rounding
 import torch
 from compat import packed_batches
-from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_Q, FourBits, Packed
+from compat.packed_batches import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS_K, LENGTHS_Q, FourBits, Packed
 from torch import Tensor
 
-from msa_tiles.compat import flashinfer
+from msa_tiles import quant
+from msa_tiles.compat import flashinfer, four_bits
 
 FP8 = torch.float8_e4m3fn
 SCALE = DIM**-0.5
@@ -19,6 +20,9 @@ SCALE = DIM**-0.5
 SIGNATURES = {
     "msa_proxy_score": "q k cu_seqlens_q cu_seqlens_k=None * page_table=None seqused_k=None causal=True "
     "max_seqlen_q=None max_k_tiles=None output=None reduce_heads=False q_offset=None use_fp32_acc=True",
+    "msa_proxy_score_fp4": "q_fp4 k_fp4 q_scale k_scale q_global_scale k_global_scale cu_seqlens_q cu_seqlens_k=None * "
+    "page_table=None seqused_k=None causal=True max_seqlen_q=None max_k_tiles=None output=None reduce_heads=False "
+    "q_offset=None",
     "msa_topk_select": "max_score topk num_valid_pages=None output=None force_begin_blocks=0 force_end_blocks=0",
     "msa_sparse_attention": "q k v q2k_indices cu_seqlens_q cu_seqlens_k=None causal=False softmax_scale=None "
     "page_table=None seqused_k=None return_softmax_lse=False k_scale=None v_scale=None k_global_scale=None "
@@ -88,6 +92,67 @@ def test_scores_of_e4m3() -> None:
     q, k = batch.queries(whole=True), batch.keys(whole=True)
     found = flashinfer.msa_proxy_score(q.to(FP8), k.to(FP8), batch.cu_q, batch.cu_k, use_fp32_acc=False)
     assert torch.equal(found.double(), packed_batches.scores(batch, q, k, batch.limits(True), 3))
+
+
+def tiled(scale: Tensor) -> Tensor:
+    """Scales [..., G] of rows in tiles of 128 rows by 4 groups: bytes [n]; what fills up tiles is a NaN."""
+    rows = scale.view(torch.uint8).flatten(0, -2)
+    across = -(-rows.shape[1] // 4)
+    found = torch.full((-(-len(rows) // 128) * across * 512,), 0x7F, dtype=torch.uint8)
+    for row, groups in enumerate(rows.tolist()):
+        for group, byte in enumerate(groups):
+            tile = row // 128 * across + group // 4
+            found[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4] = byte
+    return found
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["flat", "paged"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_of_nvfp4(paged: bool, causal: bool, dim: int) -> None:
+    """Scales in tiles of all rows, those of heads between each other; global ones that are numbers. By decode, too."""
+    batch = Packed(f"fp4 {paged} {causal} {dim}")
+    q, k = (quant.quantize_nvfp4(each, 1.0) for each in (batch.queries(dim=dim), batch.keys(dim=dim)))
+    keys, scale, where = k.data, k.scale, {"cu_seqlens_k": batch.cu_k}
+    if paged:
+        where = {"page_table": batch.page_table, "seqused_k": batch.used}
+        made = quant.quantize_nvfp4(batch.pages(batch.keys(dim=dim), dim), 1.0)
+        keys, scale = made.data, made.scale
+        k_values = batch.unpaged(made.dequantize())
+    else:
+        k_values = k.dequantize()
+    limits = batch.limits(causal)
+    wanted = packed_batches.scores(batch, 0.5 * q.dequantize(), 3.0 * k_values, limits, 3)
+    size = dim * 1.5 * float(q.dequantize().abs().max() * k_values.abs().max())
+    given = (q.data, keys, tiled(q.scale), tiled(scale), 0.5, 3.0, batch.cu_q)
+    call = flashinfer.msa_proxy_score_fp4
+    for bound in ({}, {"max_seqlen_q": 32}):
+        rounding.close(call(*given, causal=causal, **where, **bound), wanted, terms=dim, size=size)
+    output = torch.full((1, 4, batch.total_q), torch.nan)
+    assert call(*given, causal=causal, output=output, reduce_heads=True, **where) is output
+    wanted = packed_batches.scores(batch, 0.5 * q.dequantize(), 3.0 * k_values, limits, 4).amax(0, keepdim=True)
+    rounding.close(output, wanted, terms=dim, size=size)
+
+
+def test_scores_of_nvfp4_copy_no_pool() -> None:
+    """Scales are put in order for the pages of the batch; those of other pages, and their keys, stay where they are."""
+    batch, dim = Packed("fp4 pool"), 64
+    q = quant.quantize_nvfp4(batch.queries(dim=dim), 1.0)
+    pages = quant.quantize_nvfp4(batch.pages(batch.keys(dim=dim), dim), 1.0)
+    table = batch.page_table
+    table[3] = -1  # of the request without keys
+    scale = tiled(pages.scale)
+    at_odds = torch.cat([scale.new_zeros(1), scale])[1:]  # begins between two words
+    calls = [
+        flashinfer.msa_proxy_score_fp4(
+            q.data, pages.data, tiled(q.scale), each, 1.0, 1.0, batch.cu_q, page_table=table, seqused_k=batch.used
+        )
+        for each in (scale, at_odds)
+    ]
+    assert torch.equal(*calls)
+    ordered = four_bits.by_rows_of_pages("k_scale", pages.data, scale, torch.tensor([[1, -1]]))
+    for page in (0, 1):
+        assert torch.equal(ordered[page].view(torch.uint8), pages.scale[page].view(torch.uint8))
 
 
 def ranked(score: list[float], valid: int, topk: int, begin: int, end: int) -> list[int]:
@@ -256,6 +321,9 @@ def test_what_is_not_served_is_a_sentence() -> None:
     byte = torch.zeros(2, KV_HEADS, BLOCK, 8, dtype=torch.uint8)
     scale = torch.zeros(2, KV_HEADS, BLOCK, 1, dtype=torch.uint8)
     far = torch.zeros(2, KV_HEADS, BLOCK, 3, dtype=torch.uint8)[..., :1]
+    fp4, four = flashinfer.msa_proxy_score_fp4, torch.zeros(sum(LENGTHS_K), 1, 32, dtype=torch.uint8)
+    tiles, wide = torch.zeros(7 * 512, dtype=torch.uint8), torch.zeros(7 * 1024, dtype=torch.uint8)[::2]
+    four_tiles = (four, four, tiles, tiles)
     for error, message, call in (
         (ValueError, "v: got dtype torch.float32 beside", lambda: attend(q, k.to(torch.uint8), k, ids, *places)),
         (ValueError, "k: got shape", lambda: attend(q, k.byte(), k.byte(), ids, *places, k_scale=scale)),
@@ -271,7 +339,16 @@ def test_what_is_not_served_is_a_sentence() -> None:
         (TypeError, "k: got dtype", lambda: flashinfer.msa_proxy_score(q, k.to(FP8), *places)),
         (ValueError, "q: got 3 heads", lambda: flashinfer.msa_proxy_score(q[:, :3], k, *places)),
         (ValueError, "output: got", lambda: flashinfer.msa_topk_select(torch.zeros(1, 2, 3), 2, output=ids)),
-        (NotImplementedError, "tiles of 128x4", flashinfer.msa_proxy_score_fp4),
+        (ValueError, "q_scale: got", lambda: fp4(four, four, byte, tiles, 1.0, 1.0, *places)),
+        (ValueError, "k_scale: got strided", lambda: fp4(four, four, tiles, wide, 1.0, 1.0, *places)),
+        (ValueError, "q_scale: got scales of head dim 8", lambda: fp4(*[four[..., :4]] * 4, 1.0, 1.0, *places)),
+        (TypeError, "k_global_scale: got a tensor", lambda: fp4(*four_tiles, 1.0, torch.ones(1), *places)),
+        (ValueError, "q_global_scale: got -1.0", lambda: fp4(*four_tiles, -1.0, 1.0, *places)),
+        (ValueError, "k_global_scale: got inf", lambda: fp4(*four_tiles, 1.0, float("inf"), *places)),
+        (TypeError, "k_fp4: got dtype", lambda: fp4(four, four.float(), tiles, tiles, 1.0, 1.0, *places)),
+        (ValueError, "k_fp4: got shape", lambda: fp4(four, byte, tiles, tiles, 1.0, 1.0, *places)),
+        (ValueError, "k_fp4: got shape", lambda: fp4(*four_tiles, 1.0, 1.0, batch.cu_q, page_table=batch.page_table)),
+        (ValueError, "output: got", lambda: fp4(*four_tiles, 1.0, 1.0, *places, output=torch.zeros(1, 2, 3))),
         (AttributeError, "k_offset", lambda: flashinfer.msa_icp_merge_candidates),
         (AttributeError, "no attribute 'msa_nothing'", lambda: flashinfer.msa_nothing),
     ):
