@@ -91,8 +91,9 @@ FAULTS = {
         "sparse_decode", r"seen = limit \+ 1 -", "seen = limit + 2 -", "one row missing"
     ),
 }  # fmt: skip
-CLEARED = r"clear_rows\(V_shared\.tiles, 0, extent >> 1", "clear_rows(V_shared.tiles, 0, (extent >> 1) + 1"
-SHORT = r"\(extent >> 1\) < block_size:", "(extent >> 1) < block_size - 1:"
+CLEARED = r"(clear_rows\(V_shared\.tiles, 0, valid_rows_of\(extent\))", r"\1 + 1"
+SHORT = r"(valid_rows_of\(extent\) < block_size):", r"\1 - 1:"
+SLOTS = r"(slot_of\((?:edge|\w+\[[^\]]*\])\))", r"(\1 & 31)"
 for op, target, change in (
     ("sparse_attention", "sm90", CLEARED),
     ("sparse_attention", "sm100", SHORT),
@@ -108,7 +109,7 @@ for op, target in (
     ("index_lse", "sm90"),
     ("index_kl", "sm90"),
 ):
-    FAULTS[f"{op} {target}: slots up to 31"] = Fault(op, r">> 7\) & 63", ">> 7) & 31", "slots beyond 31", target=target)
+    FAULTS[f"{op} {target}: slots up to 31"] = Fault(op, *SLOTS, "slots beyond 31", target=target)
 
 
 @pytest.mark.parametrize("name", FAULTS)

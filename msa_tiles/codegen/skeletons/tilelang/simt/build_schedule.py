@@ -19,7 +19,7 @@ own too, whose sums say where its edges and tasks begin.
 Shared memory: one counter per warp and block (WARPS x BLOCKS int32), cut flags, two sums of every warp. A thread owns
 PER_THREAD neighbouring blocks between the walks, and reads and writes their counters together.
 
-Edges and tasks are laid out as the sparse_attention kernel documents them. A block with more than CHUNK edges becomes
+Edges and tasks are the words that msa_tiles.dsl.words describes. A block with more than CHUNK edges becomes
 several tasks of nearly equal size, so that no CTA works long after the others.
 """
 
@@ -30,6 +30,7 @@ from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.scan import inclusive_sums
 from msa_tiles.dsl.tilelang.shared import make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_at_most, last_tile_at_most, last_visible
+from msa_tiles.dsl.words import edge_of, extent_of
 
 WARPS = 16  # <- tile.warps
 BLOCKS = 2048  # <- tile.blocks
@@ -162,8 +163,8 @@ def build_schedule(block_size: int):
                             place = counter[warp, column]
                             counter[warp, column] = place + 1
                             if write:
-                                edges[window_index, head, place] = (
-                                    ((query - window_index * window) << 13) | ((step * 32 + first_slot) << 7) | visible
+                                edges[window_index, head, place] = edge_of(
+                                    query - window_index * window, step * 32 + first_slot, visible
                                 )
                             elif visible < block_size - 1:
                                 cut[column] = 1
@@ -295,7 +296,7 @@ def build_schedule(block_size: int):
                                     )
                                     tasks[window_index, head, task_at, 1] = at[i] - totals[i] + p * piece
                                     tasks[window_index, head, task_at, 2] = T.min(piece, totals[i] - p * piece)
-                                    tasks[window_index, head, task_at, 3] = valid * 2 + cut[own + i]
+                                    tasks[window_index, head, task_at, 3] = extent_of(valid, cut[own + i])
                                     task_at = task_at + 1
                     T.sync_threads()
                     walk(

@@ -8,6 +8,7 @@ in the sorted lists of tasks by their first row. Blocks of keys are numbered as 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.varlen import last_tile_at_most
+from msa_tiles.dsl.words import valid_rows_of
 
 ROWS = 16  # <- tile.rows
 UNROLL = 8  # <- tile.unroll
@@ -102,7 +103,7 @@ def index_gradients(index_dim: int, block_size: int):
                     high = counts[window_index, listed]
                     while low < high:
                         if tasks[window_index, listed, low, 0] == key_row:
-                            found = tasks[window_index, listed, low, 3] >> 1
+                            found = valid_rows_of(tasks[window_index, listed, low, 3])
                             for i in T.unroll(ROWS):
                                 total[i] = total[i] + partial_dk[head, low, part * ROWS + i, tx]
                             low = low + 1

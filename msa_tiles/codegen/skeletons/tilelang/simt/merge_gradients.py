@@ -12,6 +12,7 @@ Slots and tasks are added in order, in float32. A slot counts where its mark is 
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.packing import high_half, low_half, pack_halves
+from msa_tiles.dsl.words import valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.output
 ROWS = 16  # <- tile.rows
@@ -95,7 +96,7 @@ def merge_gradients(head_dim: int):
                         number = 1
                 if number > 0:
                     row = tasks[window_index, kv_head, task, 0]
-                    valid = tasks[window_index, kv_head, task, 3] >> 1
+                    valid = valid_rows_of(tasks[window_index, kv_head, task, 3])
                     while (
                         task + number < counts[window_index, kv_head]
                         and tasks[window_index, kv_head, T.min(task + number, num_tasks - 1), 0] == row

@@ -16,21 +16,22 @@ has three stages at least, and there are two tasks at least.
 A tile has 128 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows (8 is the
 least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
 
-Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. The last tile of a task repeats its last edge;
-both copies write the same bytes. Tasks are (row where the block begins, first edge, number of edges,
-valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid rows end with the
-request's keys. A task has at most CHUNK edges.
+Edges and tasks are the words that msa_tiles.dsl.words describes. The last tile of a task repeats its last edge;
+both copies write the same bytes. A task has at most CHUNK edges.
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Columns, Pipeline, Role, Table, buffer, commits, declares, threads
+from msa_tiles.dsl.tilelang.claims import next_claim
 from msa_tiles.dsl.tilelang.keys import block_keys
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.rings import next_stage
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import block_softmax
 from msa_tiles.dsl.tilelang.stages import load_stage
 from msa_tiles.dsl.tilelang.tensor_memory import make_tiles
+from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 KV_STAGES = 3  # <- tile.kv_stages
@@ -124,30 +125,17 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
 
     @T.macro
     def claim_tasks(lane, task_shared, edges_shared, task_full, task_free, edges, tasks, counts, claims, window_index):
-        """Claims run through one head's list after the other, so that only one head group's queries must stay in L2."""
+        """Claim tasks, with their edges, until there are no more: the last one has none."""
         turn = T.alloc_var("int32")
         running = T.alloc_var("int32")
         claim = T.alloc_var("int32")
         head = T.alloc_var("int32")
-        seeking = T.alloc_var("int32")
         turn = 0
         running = 1
         while running > 0:
             T.barrier_wait(task_free[turn % TASKS], ((turn // TASKS) & 1) ^ 1)
             if lane == 0:
-                claim = T.atomic_add(claims[window_index], 1, return_prev=True)
-                head = 0
-                seeking = 1
-                while seeking > 0:
-                    if head >= num_kv_heads:
-                        claim = -1
-                        head = 0
-                        seeking = 0
-                    elif claim >= counts[window_index, head]:
-                        claim = claim - counts[window_index, head]
-                        head = head + 1
-                    else:
-                        seeking = 0
+                next_claim(claims, counts, window_index, num_kv_heads, 0, claim, head)
                 task_shared[turn % TASKS, HEAD] = head
                 task_shared[turn % TASKS, KEY_ROW] = claim
             T.sync_warp()
@@ -199,7 +187,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     for half in T.unroll(halves):
                         T.tma_copy(
                             described(q)[
-                                window_index * window + (edge >> 13),
+                                window_index * window + query_of(edge),
                                 head * group : head * group + group,
                                 half * 64 : half * 64 + 64,
                             ],
@@ -209,10 +197,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                             barrier=q_full[stage],
                         )
                 T.barrier_arrive(q_full[stage])
-                stage = stage + 1
-                if stage == Q_STAGES:
-                    stage = 0
-                    phase = phase ^ 1
+                next_stage(stage, phase, Q_STAGES)
             T.barrier_arrive(task_free[turn % TASKS])
             turn = turn + 1
 
@@ -291,10 +276,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     if tile + 1 == tiles:
                         T.tcgen05_mma_arrive(kv_free[k_place % KV_STAGES])
                     T.tcgen05_mma_arrive(s_full[step & 1])
-                    stage = stage + 1
-                    if stage == Q_STAGES:
-                        stage = 0
-                        phase = phase ^ 1
+                    next_stage(stage, phase, Q_STAGES)
                 if step > 0:
                     before = step - 1
                     T.barrier_wait(kv_full[v_place % KV_STAGES], (v_place // KV_STAGES) & 1)
@@ -354,18 +336,20 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                     row_edge[i] = edges_shared[turn % TASKS, tile * queries + i // rows_per_query]
                 T.barrier_wait(s_full[w], phase)
                 T.copy(S[w, :, :], scores)
-                if tile == 0 and (extent >> 1) < block_size:
+                if tile == 0 and valid_rows_of(extent) < block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach O. Whoever has seen this S knows
                     # that the K before V in this place of the ring had come, so that the parity means V.
                     v_place = turn * 2 + 1
                     T.barrier_wait(kv_full[v_place % KV_STAGES], (v_place // KV_STAGES) & 1)
                     for i, j in T.Parallel(block_size, head_dim):
-                        if i >= (extent >> 1):
+                        if i >= valid_rows_of(extent):
                             KV_shared[v_place % KV_STAGES, i, j] = 0
                     T.fence_proxy_async()
-                if (extent & 1) != 0:
+                if is_cut(extent) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
-                        scores[i, j] = T.if_then_else(j <= (row_edge[i] & 127), scores[i, j], -T.infinity("float32"))
+                        scores[i, j] = T.if_then_else(
+                            j <= last_column_of(row_edge[i]), scores[i, j], -T.infinity("float32")
+                        )
                 block_softmax(scores, row_max, row_sum, scale_log2, ROWS, block_size)
                 T.copy(scores, probabilities)
                 T.copy(probabilities, P[w, :, :])
@@ -373,7 +357,7 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                 T.barrier_arrive(p_full[w])
                 for i in T.Parallel(ROWS):
                     if i % rows_per_query < group:
-                        partial_lse[row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query] = (
+                        partial_lse[query_of(row_edge[i]), slot_of(row_edge[i]), head * group + i % rows_per_query] = (
                             row_max[i] * scale_log2 + T.log2(row_sum[i])
                         ) * LN_2
                 for i in T.Parallel(ROWS):
@@ -401,8 +385,8 @@ def sparse_attention(head_dim: int, block_size: int, group: int, pages_per_block
                                 half * 64 : half * 64 + 64,
                             ],
                             partial_out[
-                                edge >> 13,
-                                (edge >> 7) & 63,
+                                query_of(edge),
+                                slot_of(edge),
                                 head * group : head * group + group,
                                 half * 64 : half * 64 + 64,
                             ],

@@ -24,15 +24,18 @@ A consumer passes `exchanged` before it writes the other buffer of dS, so that t
 K is free as soon as it is in registers, so that the next task's K is loaded during this one; idx_k is loaded after the
 first chunk's tiles, and needed behind them.
 
-Edges and tasks are laid out as the sparse_attention kernel documents them.
+Edges and tasks are the words that msa_tiles.dsl.words describes.
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
+from msa_tiles.dsl.tilelang.claims import claim_together
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
+from msa_tiles.dsl.tilelang.rings import next_stage
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
+from msa_tiles.dsl.words import last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 6  # <- tile.stages
@@ -147,12 +150,12 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 for i, j in T.Parallel(ROWS, EDGES):
                     if first + j < num:
                         partial_dq[
-                            edge_shared[before, j] >> 13, (edge_shared[before, j] >> 7) & 63, head, half * 64 + i
+                            query_of(edge_shared[before, j]), slot_of(edge_shared[before, j]), head, half * 64 + i
                         ] = dq[i, j] * factor
         if w == 0:
             for j in T.Parallel(EDGES):
                 if first + j < num:
-                    present[edge_shared[before, j] >> 13, (edge_shared[before, j] >> 7) & 63, head] = 1
+                    present[query_of(edge_shared[before, j]), slot_of(edge_shared[before, j]), head] = 1
         T.barrier_arrive(chunk_free[before])
 
     @T.macro
@@ -201,7 +204,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
             else:
                 listed = head * (1 - prefix)
                 num = tasks[window_index, listed, task, 2]
-                valid = tasks[window_index, listed, task, 3] >> 1
+                valid = valid_rows_of(tasks[window_index, listed, task, 3])
                 chunks = T.ceildiv(num, EDGES)
                 T.copy(K_shared[w, :, :], K)
                 T.barrier_arrive(k_free)
@@ -218,10 +221,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     for tile in T.serial(tiles):
                         T.wait_wgmma(0)
                         T.barrier_arrive(q_free[slot])
-                        slot = slot + 1
-                        if slot == STAGES:
-                            slot = 0
-                            phase = phase ^ 1
+                        next_stage(slot, phase, STAGES)
                         for i, j in T.Parallel(ROWS, ROWS):
                             if group < 8:
                                 P[i, j] = T.if_then_else(
@@ -280,7 +280,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                     for i, j in T.Parallel(ROWS, EDGES):
                         scores[i, j] = scores[i, j] * index_scale_log2 - index_lse_shared[buffer, j]
                     for i, j in T.Parallel(ROWS, EDGES):
-                        seen = c * EDGES + j < num and w * ROWS + i <= (edge_shared[buffer, j] & 127)
+                        seen = c * EDGES + j < num and w * ROWS + i <= last_column_of(edge_shared[buffer, j])
                         teacher[i, j] = T.if_then_else(seen, teacher[i, j], 0.0)
                         scores[i, j] = T.if_then_else(seen, scores[i, j], -T.infinity("float32"))
                         dS[i, j] = weight_shared[buffer, j] * (T.exp2(scores[i, j]) - teacher[i, j])
@@ -304,10 +304,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                         T.barrier_arrive(chunk_free[buffer])
                     before = buffer
                     chunk = chunk + 1
-                    buffer = buffer + 1
-                    if buffer == CHUNKS:
-                        buffer = 0
-                        buffer_phase = buffer_phase ^ 1
+                    next_stage(buffer, buffer_phase, CHUNKS)
                 if gradients > 0:
                     query_gradients(
                         w, before, (chunk & 1) ^ 1, ((chunk - 1) >> 1) & 1, (chunks - 1) * EDGES, num, head,
@@ -386,8 +383,6 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 buffer_phase = T.alloc_var("int32")
                 packed = T.alloc_local([index_halves, 4], "uint32")
                 claim = T.alloc_var("int32")
-                claim_head = T.alloc_var("int32")
-                seeking = T.alloc_var("int32")
                 task = T.alloc_var("int32")
                 head = T.alloc_var("int32")
                 thread = tx - consumers * 128
@@ -398,28 +393,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                 buffer = 0
                 buffer_phase = 1
                 while running > 0:
-                    if thread == 0:
-                        # Claims run through one head's list after the other, so that only the queries of one head
-                        # group have to stay in L2.
-                        claim = T.atomic_add(claims[window_index], 1, return_prev=True)
-                        claim_head = 0
-                        seeking = 1
-                        while seeking > 0:
-                            if claim_head >= num_kv_heads:
-                                claim = -1
-                                claim_head = 0
-                                seeking = 0
-                            elif claim >= counts[window_index, claim_head * (1 - prefix)]:
-                                claim = claim - counts[window_index, claim_head * (1 - prefix)]
-                                claim_head = claim_head + 1
-                            else:
-                                seeking = 0
-                    if thread == 0:
-                        claim_shared[turn & 1, 0] = claim
-                        claim_shared[turn & 1, 1] = claim_head
-                    T.sync_threads(7, 128)
-                    claim = claim_shared[turn & 1, 0]
-                    head = claim_shared[turn & 1, 1]
+                    claim_together(
+                        thread, claims, counts, window_index, num_kv_heads, prefix, claim_shared, turn, 7, claim, head,
+                    )  # fmt: skip
                     task = claim
                     if claim < 0:
                         running = 0
@@ -449,9 +425,9 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             ]
                             edge_shared[buffer, thread] = edge
                             index_lse_shared[buffer, thread] = (
-                                index_lse[window_index * window + (edge >> 13), head] * LOG2_E
+                                index_lse[window_index * window + query_of(edge), head] * LOG2_E
                             )
-                            weight_shared[buffer, thread] = weights[window_index * window + (edge >> 13)]
+                            weight_shared[buffer, thread] = weights[window_index * window + query_of(edge)]
                         for v in T.unroll(EDGES * rows_per_query // 128):
                             row = (v * 128 + thread) // rows_per_query
                             member = (v * 128 + thread) % rows_per_query
@@ -460,15 +436,14 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                             ]
                             # The mean over the group's heads is a sum of probabilities that are smaller by as much.
                             lse_shared[buffer, v * 128 + thread] = (
-                                lse[window_index * window + (edge >> 13), head * group + T.min(member, group - 1)]
+                                lse[window_index * window + query_of(edge), head * group + T.min(member, group - 1)]
                                 * LOG2_E
                                 + log2_group
                             )
-                        query = window_index * window + (
+                        query = window_index * window + query_of(
                             edges[
                                 window_index, head * (1 - prefix), first_edge + T.min(c * EDGES + thread // 8, num - 1)
                             ]
-                            >> 13
                         )
                         for h in T.unroll(index_halves):
                             packed[h, 0:4] = T.ldg128(idx_q[query, head, h * 64 + thread % 8 * 8])
@@ -482,10 +457,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 )
                         T.fence_proxy_async()
                         T.barrier_arrive(chunk_full[buffer])
-                        buffer = buffer + 1
-                        if buffer == CHUNKS:
-                            buffer = 0
-                            buffer_phase = buffer_phase ^ 1
+                        next_stage(buffer, buffer_phase, CHUNKS)
                         for tile in T.serial(T.ceildiv(T.min(num - c * EDGES, EDGES), queries)):
                             T.barrier_wait(q_free[slot], phase)
                             for r in T.unroll(queries):
@@ -497,7 +469,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                 for half in T.unroll(halves):
                                     T.tma_copy(
                                         described(q)[
-                                            window_index * window + (edge >> 13),
+                                            window_index * window + query_of(edge),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,
                                         ],
@@ -509,10 +481,7 @@ def index_kl(head_dim: int, index_dim: int, block_size: int, group: int, prefix:
                                         barrier=q_full[slot],
                                     )
                             T.barrier_arrive(q_full[slot])
-                            slot = slot + 1
-                            if slot == STAGES:
-                                slot = 0
-                                phase = phase ^ 1
+                            next_stage(slot, phase, STAGES)
                         if c == 0:
                             T.barrier_wait(keys_free, (turn & 1) ^ 1)
                             for h in T.unroll(index_halves):

@@ -6,7 +6,7 @@ gathered with 16-byte loads into two buffers in turn; several CTAs share an SM a
 
 # <- cta
 
-Edges and tasks are laid out as the sparse_attention kernel documents them.
+Edges and tasks are the words that msa_tiles.dsl.words describes.
 """
 
 import tilelang.language as T
@@ -15,6 +15,7 @@ from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declare
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.packing import high_half, low_half
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
+from msa_tiles.dsl.words import last_column_of, query_of, slot_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 ROWS = 64  # <- tile.rows
@@ -96,9 +97,8 @@ def index_lse(index_dim: int, block_size: int):
                 T.barrier_arrive(keys_full)
                 for tile in T.serial(T.ceildiv(num, ROWS)):
                     for step in T.unroll(loads):
-                        query = window_index * window + (
+                        query = window_index * window + query_of(
                             edges[window_index, listed, first_edge + T.min(tile * ROWS + step * 16 + tx // 8, num - 1)]
-                            >> 13
                         )
                         for h in T.unroll(halves):
                             packed[step * halves + h, 0:4] = T.ldg128(idx_q[query, head, h * 64 + tx % 8 * 8])
@@ -135,13 +135,13 @@ def index_lse(index_dim: int, block_size: int):
                         row_edge[i] = edges[window_index, listed, first_edge + T.min(tile * ROWS + i, num - 1)]
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(ROWS, block_size):
-                        S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
+                        S[i, j] = T.if_then_else(j <= last_column_of(row_edge[i]), S[i, j], -T.infinity("float32"))
                     T.reduce_max(S, row_max, dim=1, clear=True)
                     for i, j in T.Parallel(ROWS, block_size):
                         S[i, j] = T.exp2(S[i, j] * scale_log2 - row_max[i] * scale_log2)
                     T.reduce_sum(S, row_sum, dim=1)
                     for i in T.Parallel(ROWS):
-                        partial_lse[part * window + (row_edge[i] >> 13), (row_edge[i] >> 7) & 63, head] = (
+                        partial_lse[part * window + query_of(row_edge[i]), slot_of(row_edge[i]), head] = (
                             row_max[i] * scale_log2 + T.log2(row_sum[i])
                         ) * LN_2
 

@@ -33,21 +33,22 @@ each consumer looks for them where an edge sees less than the block, and meets t
 A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in the first of rows_per_query rows
 (8 is the least that keeps a 128-byte swizzle atom whole; rows past `group` hold stale data and are never stored).
 
-Edges are int32: query in window << 13 | slot << 7 | visible tokens - 1. The last tile of a task repeats its last
-edge; both copies write the same bytes. Tasks are (row where the block begins, first edge, number of edges,
-valid rows << 1 | cut), where cut says that some edge sees only a part of the block, and valid rows end with the
-request's keys.
+Edges and tasks are the words that msa_tiles.dsl.words describes. The last tile of a task repeats its last
+edge; both copies write the same bytes.
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
+from msa_tiles.dsl.tilelang.claims import claim_together
 from msa_tiles.dsl.tilelang.hidden import find_unbounded, nan, take_out
 from msa_tiles.dsl.tilelang.layout import described, strides
 from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.tilelang.rings import next_stage
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.softmax import TINY, block_softmax
 from msa_tiles.dsl.tilelang.stages import clear_rows
+from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 5  # <- tile.stages
@@ -184,10 +185,10 @@ def sparse_attention(
             taken = 0
             if running > 0:
                 T.barrier_wait(v_full[0], turn & 1)
-                clear_rows(V_shared.tiles, 0, extent >> 1, 8 + w)
-                if (extent & 1) != 0:
+                clear_rows(V_shared.tiles, 0, valid_rows_of(extent), 8 + w)
+                if is_cut(extent) != 0:
                     # Some edge sees a part only: no value that it does not see may be infinite or NaN.
-                    find_unbounded(V_shared.tiles, 0, thread, extent >> 1, first_taken)
+                    find_unbounded(V_shared.tiles, 0, thread, valid_rows_of(extent), first_taken)
                     taken = T.any_sync(first_taken[0] < block_size)
                     if thread % 32 == 0:
                         found_shared[w, thread // 32] = taken
@@ -197,7 +198,7 @@ def sparse_attention(
                         # All consumers have looked before one of them writes, and find the same.
                         T.barrier_arrive(met)
                         T.barrier_wait(met, 0)
-                        take_out(V_shared.tiles, 0, thread, extent >> 1, w, CONSUMERS)
+                        take_out(V_shared.tiles, 0, thread, valid_rows_of(extent), w, CONSUMERS)
                         T.fence_proxy_async()
                         T.barrier_arrive(met)
                         T.barrier_wait(met, 1)
@@ -209,18 +210,15 @@ def sparse_attention(
                 key_value.weigh(keys, K_shared, S, ROWS)
                 if tile + 1 == my_tiles:
                     T.barrier_arrive(k_free)
-                if (extent & 1) != 0:
+                if is_cut(extent) != 0:
                     for i, j in T.Parallel(ROWS, block_size):
-                        S[i, j] = T.if_then_else(j <= (row_edge[i] & 127), S[i, j], -T.infinity("float32"))
+                        S[i, j] = T.if_then_else(j <= last_column_of(row_edge[i]), S[i, j], -T.infinity("float32"))
                 block_softmax(S, row_max, row_sum, factor, ROWS, block_size)
                 key_value.weigh(values, V_shared, S, ROWS)
                 T.copy(S, P)
                 T.wgmma_gemm(P, V_shared.tiles[0, :, :], O, clear_accum=True)
                 used = slot
-                slot = slot + 1
-                if slot == STAGES:
-                    slot = 0
-                    phase = phase ^ 1
+                next_stage(slot, phase, STAGES)
                 if tile + 1 < my_tiles:
                     T.barrier_wait(q_full[w * STAGES + slot], phase)
                     T.wgmma_gemm(
@@ -236,7 +234,7 @@ def sparse_attention(
                     T.barrier_arrive(v_free)
                 for i in T.Parallel(ROWS):
                     if i % rows_per_query < group:
-                        partial_lse[row_edge[i] >> 13, (row_edge[i] >> 7) & 63, head * group + i % rows_per_query] = (
+                        partial_lse[query_of(row_edge[i]), slot_of(row_edge[i]), head * group + i % rows_per_query] = (
                             row_max[i] * factor + T.log2(row_sum[i])
                         ) * LN_2
                 for i in T.Parallel(ROWS):
@@ -252,7 +250,7 @@ def sparse_attention(
                 if taken != 0:
                     T.sync_threads(8 + w, 128)
                     for i in T.serial(ROWS):
-                        seen = edges[window_index, head, T.min(first + i // rows_per_query, last_edge)] & 127
+                        seen = last_column_of(edges[window_index, head, T.min(first + i // rows_per_query, last_edge)])
                         if first_taken[0] <= seen:
                             Q_shared[w * STAGES + used, i, thread % head_dim] = nan()
                 T.fence_proxy_async()
@@ -267,8 +265,8 @@ def sparse_attention(
                                 half * 64 : half * 64 + 64,
                             ],
                             partial_out[
-                                edge >> 13,
-                                (edge >> 7) & 63,
+                                query_of(edge),
+                                slot_of(edge),
                                 head * group : head * group + group,
                                 half * 64 : half * 64 + 64,
                             ],
@@ -328,8 +326,6 @@ def sparse_attention(
                 turn = T.alloc_var("int32")
                 running = T.alloc_var("int32")
                 claim = T.alloc_var("int32")
-                claim_head = T.alloc_var("int32")
-                seeking = T.alloc_var("int32")
                 task = T.alloc_var("int32")
                 head = T.alloc_var("int32")
                 slot = T.alloc_local([CONSUMERS], "int32")
@@ -340,28 +336,10 @@ def sparse_attention(
                 turn = 0
                 running = 1
                 while running > 0:
-                    if tx == CONSUMERS * 128:
-                        # Claims run through one head's list after the other, so that only the queries of one head
-                        # group have to stay in L2.
-                        claim = T.atomic_add(claims[window_index], 1, return_prev=True)
-                        claim_head = 0
-                        seeking = 1
-                        while seeking > 0:
-                            if claim_head >= num_kv_heads:
-                                claim = -1
-                                claim_head = 0
-                                seeking = 0
-                            elif claim >= counts[window_index, claim_head]:
-                                claim = claim - counts[window_index, claim_head]
-                                claim_head = claim_head + 1
-                            else:
-                                seeking = 0
-                    if tx == CONSUMERS * 128:
-                        claim_shared[turn & 1, 0] = claim
-                        claim_shared[turn & 1, 1] = claim_head
-                    T.sync_threads(7, 128)
-                    claim = claim_shared[turn & 1, 0]
-                    head = claim_shared[turn & 1, 1]
+                    claim_together(
+                        tx - CONSUMERS * 128, claims, counts, window_index, num_kv_heads, 0, claim_shared, turn, 7,
+                        claim, head,
+                    )  # fmt: skip
                     task = claim
                     if claim < 0:
                         running = 0
@@ -372,7 +350,7 @@ def sparse_attention(
                     rounds = T.ceildiv(num, queries * CONSUMERS)
                     if key_value.STARTS:
                         if running > 0:
-                            rows = tasks[window_index, head, task, 3] >> 1
+                            rows = valid_rows_of(tasks[window_index, head, task, 3])
                             key_value.start(keys, stored_k, page_table, key_row, head, K_shared, 0, rows, tx % 128)
                             key_value.start(values, stored_v, page_table, key_row, head, V_shared, 0, rows, tx % 128)
                     for round in T.serial(rounds + 1):
@@ -406,7 +384,7 @@ def sparse_attention(
                                     for half in T.unroll(halves):
                                         T.tma_copy(
                                             described(q)[
-                                                window_index * window + (edge >> 13),
+                                                window_index * window + query_of(edge),
                                                 head * group : head * group + group,
                                                 half * 64 : half * 64 + 64,
                                             ],
@@ -418,10 +396,7 @@ def sparse_attention(
                                             barrier=q_full[w * STAGES + slot[w]],
                                         )
                                 T.barrier_arrive(q_full[w * STAGES + slot[w]])
-                                slot[w] = slot[w] + 1
-                                if slot[w] == STAGES:
-                                    slot[w] = 0
-                                    phase[w] = phase[w] ^ 1
+                                next_stage(slot[w], phase[w], STAGES)
                     turn = turn + 1
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)

@@ -23,16 +23,18 @@ A tile has 64 rows: 64 // rows_per_query queries, each with its `group` heads in
 the least that keeps a 128-byte swizzle atom whole). The rows past `group` stay zero, and those behind a task's last
 edge repeat it: both have LSE +inf, so that their P and dS are 0.
 
-Edges are those of the sparse_attention kernel. Tasks are (row where the block begins, first edge, number of edges,
-valid rows << 1 | cut, row of the sums), where cut says that some edge sees only a part of the block. For the owner both
-rows are the same.
+Edges and tasks are the words that msa_tiles.dsl.words describes. A task also has the row of its sums, which is the row
+where the block begins for the task that owns it.
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
+from msa_tiles.dsl.tilelang.claims import claim_together
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.rings import next_stage
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
+from msa_tiles.dsl.words import is_cut, last_column_of, query_of, slot_of, valid_rows_of
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 3  # <- tile.stages
@@ -128,8 +130,8 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         T.tma_copy(
                             dQ_shared[w, r * rows_per_query : r * rows_per_query + group, part * 64 : part * 64 + 64],
                             partial_dq[
-                                edge >> 13,
-                                (edge >> 7) & 63,
+                                query_of(edge),
+                                slot_of(edge),
                                 head * group : head * group + group,
                                 (w * share + part) * 64 : (w * share + part) * 64 + 64,
                             ],
@@ -171,10 +173,10 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 tiles = T.ceildiv(tasks[window_index, head, task, 2], queries)
                 extent = tasks[window_index, head, task, 3]
                 sum_row = tasks[window_index, head, task, 4]
-                if (extent >> 1) < block_size:
+                if valid_rows_of(extent) < block_size:
                     # Rows past the request's end may hold NaN, and 0 * NaN would reach dQ.
                     for i, j in T.Parallel(KEYS, head_dim):
-                        if w * KEYS + i >= (extent >> 1):
+                        if w * KEYS + i >= valid_rows_of(extent):
                             K_shared[w * KEYS + i, j] = 0
                     T.fence_proxy_async()
                     T.sync_threads(2 + w, 128)
@@ -182,11 +184,11 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     # Nothing is stored in between, so that all loads are in flight at once.
                     for i, j in T.Parallel(KEYS, head_dim):
                         dK[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[0, head, sum_row + w * KEYS + i, j], 0.0
+                            w * KEYS + i < valid_rows_of(extent), sums[0, head, sum_row + w * KEYS + i, j], 0.0
                         )
                     for i, j in T.Parallel(KEYS, head_dim):
                         dV[i, j] = T.if_then_else(
-                            w * KEYS + i < (extent >> 1), sums[1, head, sum_row + w * KEYS + i, j], 0.0
+                            w * KEYS + i < valid_rows_of(extent), sums[1, head, sum_row + w * KEYS + i, j], 0.0
                         )
                 else:
                     T.clear(dK)
@@ -213,10 +215,12 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     T.wait_wgmma(1)
                     for i, j in T.Parallel(KEYS, ROWS):
                         S[i, j] = T.exp2(S[i, j] * scale_log2 - row_shared[slot, 0, j])
-                    if (extent & 1) != 0:
+                    if is_cut(extent) != 0:
                         for i, j in T.Parallel(KEYS, ROWS):
                             S[i, j] = T.if_then_else(
-                                w * KEYS + i <= edge_shared[tile % EDGES, j // rows_per_query] & 127, S[i, j], 0.0
+                                w * KEYS + i <= last_column_of(edge_shared[tile % EDGES, j // rows_per_query]),
+                                S[i, j],
+                                0.0,
                             )
                     T.copy(S, P)
                     # The rounded P once more for dS: half the registers of S, while the product below reads its own.
@@ -225,11 +229,13 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                     T.wait_wgmma(1)
                     for i, j in T.Parallel(KEYS, ROWS):
                         dP[i, j] = T.cast(dS[i, j], "float32") * (dP[i, j] - row_shared[slot, 1, j])
-                    if (extent & 1) != 0:
+                    if is_cut(extent) != 0:
                         # Not the product of P = 0: values past the request's end may be NaN.
                         for i, j in T.Parallel(KEYS, ROWS):
                             dP[i, j] = T.if_then_else(
-                                w * KEYS + i <= edge_shared[tile % EDGES, j // rows_per_query] & 127, dP[i, j], 0.0
+                                w * KEYS + i <= last_column_of(edge_shared[tile % EDGES, j // rows_per_query]),
+                                dP[i, j],
+                                0.0,
                             )
                     T.copy(dP, dS)
                     T.wgmma_gemm(dS, Q_shared[slot, :, :], dK, clear_accum=False)
@@ -258,14 +264,11 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                         T.wait_wgmma(0)
                         T.barrier_arrive(free[slot])
                     tile = tile + 1
-                    slot = slot + 1
-                    if slot == STAGES:
-                        slot = 0
-                        phase = phase ^ 1
+                    next_stage(slot, phase, STAGES)
                 T.barrier_arrive(kv_free)
                 store(w, tile - 1, dQ_shared, edge_shared, partial_dq, head)
                 for i, j in T.Parallel(KEYS, head_dim):
-                    if w * KEYS + i < (extent >> 1):
+                    if w * KEYS + i < valid_rows_of(extent):
                         sums[0, head, sum_row + w * KEYS + i, j] = dK[i, j]
                         sums[1, head, sum_row + w * KEYS + i, j] = dV[i, j]
                 turn = turn + 1
@@ -313,8 +316,6 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 turn = T.alloc_var("int32")
                 running = T.alloc_var("int32")
                 claim = T.alloc_var("int32")
-                claim_head = T.alloc_var("int32")
-                seeking = T.alloc_var("int32")
                 task = T.alloc_var("int32")
                 head = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
@@ -335,28 +336,9 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                 turn = 0
                 running = 1
                 while running > 0:
-                    if lane == 0:
-                        # Claims run through one head's list after the other, so that only the queries of one head
-                        # group have to stay in L2.
-                        claim = T.atomic_add(claims[window_index], 1, return_prev=True)
-                        claim_head = 0
-                        seeking = 1
-                        while seeking > 0:
-                            if claim_head >= num_kv_heads:
-                                claim = -1
-                                claim_head = 0
-                                seeking = 0
-                            elif claim >= counts[window_index, claim_head]:
-                                claim = claim - counts[window_index, claim_head]
-                                claim_head = claim_head + 1
-                            else:
-                                seeking = 0
-                    if lane == 0:
-                        claim_shared[turn & 1, 0] = claim
-                        claim_shared[turn & 1, 1] = claim_head
-                    T.sync_threads(7, 128)
-                    claim = claim_shared[turn & 1, 0]
-                    head = claim_shared[turn & 1, 1]
+                    claim_together(
+                        lane, claims, counts, window_index, num_kv_heads, 0, claim_shared, turn, 7, claim, head,
+                    )  # fmt: skip
                     task = claim
                     if claim < 0:
                         running = 0
@@ -386,7 +368,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                 for half in T.unroll(halves):
                                     T.tma_copy(
                                         described(q)[
-                                            window_index * window + (edge >> 13),
+                                            window_index * window + query_of(edge),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,
                                         ],
@@ -399,7 +381,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                     )
                                     T.tma_copy(
                                         described(dout)[
-                                            window_index * window + (edge >> 13),
+                                            window_index * window + query_of(edge),
                                             head * group : head * group + group,
                                             half * 64 : half * 64 + 64,
                                         ],
@@ -417,7 +399,7 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                                 edge = edges[window_index, head, first_edge + place]
                             if edge >= 0 and lane % rows_per_query < group:
                                 row_shared[slot, lane // ROWS, lane % ROWS] = rows[
-                                    window_index * window + (edge >> 13),
+                                    window_index * window + query_of(edge),
                                     head * group + lane % rows_per_query,
                                     lane // ROWS,
                                 ]
@@ -428,13 +410,10 @@ def sparse_attention_backward(head_dim: int, block_size: int, group: int):
                             if lane % rows_per_query == 0 and lane < ROWS:
                                 edge_shared[number % EDGES, lane // rows_per_query] = edge
                                 if edge >= 0:
-                                    marks[edge >> 13, head, (edge >> 7) & 63] = window_index + 1
+                                    marks[query_of(edge), head, slot_of(edge)] = window_index + 1
                             number = number + 1
                             T.barrier_arrive(full[slot])
-                            slot = slot + 1
-                            if slot == STAGES:
-                                slot = 0
-                                phase = phase ^ 1
+                            next_stage(slot, phase, STAGES)
                     turn = turn + 1
             elif tx < 128:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
