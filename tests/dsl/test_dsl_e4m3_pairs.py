@@ -14,7 +14,7 @@ import torch
 from cutlass import Int32 as Number
 from lanes import Float32, Int32, Pointer, SharedMemory
 from test_dsl_cutedsl import int32, places
-from test_dsl_e4m3 import View, memory, word
+from test_dsl_e4m3 import View, halves, memory, word
 from torch import Tensor
 
 from msa_tiles.dsl.cutedsl.operands import e4m3_pairs as real
@@ -36,12 +36,17 @@ class Bytes(Pointer):
         return Pointer(self.of, self.offset * self.size)
 
 
-def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> tuple[Int32, Int32]:
-    assert text.count("cvt.rn.satfinite.e4m3x2.f32") == 4 and len(write_only_types) == 2
-    values = torch.tensor([float(value) for value in read_only_args])
-    nearest = values.clamp(-448, 448).to(FP8)  # a NaN stays one
-    rest = (values - nearest.float()).clamp(-448, 448).to(FP8)
-    return word(nearest.view(torch.uint8)), word(rest.view(torch.uint8))
+def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
+    if "cvt.rn.satfinite.e4m3x2.f32" in text:
+        assert len(read_only_args) == 4 and len(write_only_types) == 1
+        values = torch.tensor([float(value) for value in read_only_args])
+        return word(values.clamp(-448, 448).to(FP8).view(torch.uint8))  # a NaN stays one
+    [given] = read_only_args
+    if "cvt.f32.f16 {$w0}" in text:
+        return tuple(Float32(value) for value in halves(given, torch.float16).tolist())
+    assert "cvt.rn.f16x2.e4m3x2" in text
+    decoded = halves(given, torch.uint8).view(FP8).to(torch.float16)
+    return word(decoded[:2]), word(decoded[2:])
 
 
 @pytest.fixture

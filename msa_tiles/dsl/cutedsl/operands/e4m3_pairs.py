@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from msa_tiles.dsl.cutedsl import e4m3_ring, wgmma
-from msa_tiles.dsl.cutedsl.decoding import CHUNK, REPEAT, UNIT, byte_of, column_of, words_at
+from msa_tiles.dsl.cutedsl.decoding import CHUNK, REPEAT, UNIT, byte_of, column_of, decode_f16, words_at
 from msa_tiles.dsl.cutedsl.e4m3_ring import BIAS, MAGNITUDE, MOST_POWER, in_ring, query_parts, ring_parts
 from msa_tiles.dsl.cutedsl.gradients import HIGH
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
@@ -149,15 +149,34 @@ def split(words, factor):
     values = []
     for word in words:
         values += [(word << 16).bitcast(Float32) * factor, (word & HIGH).bitcast(Float32) * factor]
+    nearest = four_e4m3(values)
+    return nearest, four_e4m3([value - near for value, near in zip(values, four_f32(nearest), strict=True)])
+
+
+def four_e4m3(values):
+    """Four float32, below 464 -> the nearest e4m3, in a word.
+
+    The halves of the word are joined by a sum: where `mov.b32` joins them and the low half is read besides, ptxas of
+    CUDA 12 lets its readers have the register's value of the loop's turn before.
+    """
     return cute.arch.inline_ptx(
-        "{ .reg .b16 near_low, near_high, low, high, a, b, c, d; .reg .b32 first, second; .reg .f32 e, f, g, h; "
-        "cvt.rn.satfinite.e4m3x2.f32 near_low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 near_high, {$r3}, {$r2}; "
-        "cvt.rn.f16x2.e4m3x2 first, near_low; cvt.rn.f16x2.e4m3x2 second, near_high; "
-        "mov.b32 {a, b}, first; mov.b32 {c, d}, second; "
-        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 h, d; "
-        "sub.f32 e, {$r0}, e; sub.f32 f, {$r1}, f; sub.f32 g, {$r2}, g; sub.f32 h, {$r3}, h; "
-        "cvt.rn.satfinite.e4m3x2.f32 low, f, e; cvt.rn.satfinite.e4m3x2.f32 high, h, g; "
-        "mov.b32 {$w0}, {near_low, near_high}; mov.b32 {$w1}, {low, high}; }",
-        write_only_types=[Int32, Int32],
+        "{ .reg .b16 low, high; .reg .b32 above; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; cvt.u32.u16 above, high; cvt.u32.u16 {$w0}, low; "
+        "mad.lo.u32 {$w0}, above, 65536, {$w0}; }",
+        write_only_types=[Int32],
         read_only_args=values,
+    )
+
+
+def four_f32(word):
+    """Four e4m3 -> as many float32."""
+    return [part for pair in decode_f16(word) for part in halves(pair)]
+
+
+def halves(pair):
+    """Two float16 -> two float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
     )
