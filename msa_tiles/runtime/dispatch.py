@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,23 @@ def preferring(cell: Cell) -> AbstractContextManager[None]:
     return held(_preferred, cell.id)
 
 
+_watching: list[list[Kernel]] = []
+
+
+@contextmanager
+def finding() -> Iterator[list[Kernel]]:
+    """The kernels that calls look for within the block, in whichever thread: autograd has threads of its own.
+
+    A call that an operator remembers looks for none: see `msa_tiles.library.remember.forget_all`.
+    """
+    found: list[Kernel] = []
+    _watching.append(found)
+    try:
+        yield found
+    finally:
+        _watching[:] = [other for other in _watching if other is not found]
+
+
 Met = Callable[["Decision", bool], Any]
 _met: contextvars.ContextVar[Met | None] = contextvars.ContextVar("who meets decisions", default=None)
 
@@ -195,6 +212,8 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _find(op, facts, backend, helper)
+    for found in _watching:
+        found.append(kernel)
     return kernel
 
 

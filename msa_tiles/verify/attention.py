@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,30 +12,20 @@ from msa_tiles.reference.batch import read_batch
 _ROWS = 64
 
 
-class Rounded(NamedTuple):
-    """Some query rows, and the worst errors that torch makes there: of outputs, and of LSE."""
-
-    rows: Tensor
-    out: float
-    lse: float
-
-
 def rounded_error(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
     wanted: Tensor,
-    wanted_lse: Tensor,
     *,
     block_size: int,
     unit: Tensor,
     softmax_scale: float | None = None,
     scaled: tuple[Tensor, Tensor] | None = None,
     **where: Any,
-) -> Rounded:
-    """What torch's errors are against `wanted` when it rounds every step, and against `wanted_lse` [T, Hq] when it
-    rounds the keys alone.
+) -> tuple[Tensor, float]:
+    """Some query rows, and the worst error that torch makes there against `wanted` when it rounds every step.
 
     `wanted` and the error are counted in `unit`, [Hq, 1] or [1, 1]. Where `wanted` is NaN there is no error.
 
@@ -50,7 +40,7 @@ def rounded_error(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     group = q.shape[1] // k.shape[1]
     rows = torch.linspace(0, max(len(q) - 1, 0), min(_ROWS, len(q)), device=q.device).to(torch.int64).unique()
-    worst = worst_lse = 0.0
+    worst = 0.0
     for row in rows.tolist():
         request = int(batch.request[row])
         if request < 0:
@@ -64,16 +54,11 @@ def rounded_error(
                 continue
             heads = slice(head * group, (head + 1) * group)
             weights = ((q[row, heads] @ k[chosen, head].T) * scale).softmax(-1)
-            lse = (q[row, heads].float() @ k[chosen, head].float().T * scale).logsumexp(-1)
-            worst_lse = max(worst_lse, _largest(lse - wanted_lse[row, heads]))
             outputs = [weights @ v[chosen, head]]
             if scaled is not None:
                 stored, scales = scaled
                 outputs.append((weights * scales[chosen, head]).to(v.dtype) @ stored[chosen, head].to(v.dtype))
             for out in outputs:
-                worst = max(worst, _largest(out / unit.expand(q.shape[1], 1)[heads] - wanted[row, heads]))
-    return Rounded(rows, worst, worst_lse)
-
-
-def _largest(error: Tensor) -> float:
-    return float(error.abs().nan_to_num(nan=0.0).max())
+                error = out / unit.expand(q.shape[1], 1)[heads] - wanted[row, heads]
+                worst = max(worst, float(error.abs().nan_to_num(nan=0.0).max()))
+    return rows, worst

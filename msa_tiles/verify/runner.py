@@ -19,9 +19,12 @@ from typing import Any
 import torch
 
 from msa_tiles.files import make_directory, write_atomically
-from msa_tiles.runtime import toolchain
+from msa_tiles.library.remember import forget_all
+from msa_tiles.runtime import dispatch, toolchain
 from msa_tiles.runtime.cache import default_root
+from msa_tiles.runtime.compiler import variant_text
 from msa_tiles.runtime.evidence import VERIFIED, read_verified
+from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.verify import compare
 from msa_tiles.verify.cases import Case, Disagreement
@@ -44,10 +47,28 @@ class Result:
 
 def run_case(case: Case, device: torch.device, seed: int, backend: str) -> Errors:
     """The worst error of each output over the case's two settings: packed tensors, then strided ones, buffers and
-    shorter keys.
+    shorter keys. The case's cell serves them, also where dispatch would choose another that takes the same tensors.
 
-    Raises Disagreement, and whatever the operator raises.
+    Raises Disagreement, also where the calls found another kernel, and whatever the operator raises.
     """
+    forget_all()
+    try:
+        with dispatch.preferring(case.cell), dispatch.finding() as found:
+            errors = _run_settings(case, device, seed, backend)
+    finally:
+        forget_all()
+    if backend != "reference" and not any(_serves(kernel, case) for kernel in found):
+        others = ", ".join(sorted({f"{kernel.cell.id} {variant_text(kernel.variant)}" for kernel in found})) or "none"
+        raise Disagreement(f"{case.cell.id} {variant_text(case.point)} did not run; the calls found {others}")
+    return errors
+
+
+def _serves(kernel: Kernel, case: Case) -> bool:
+    """Whether a kernel that a call found is the case's."""
+    return kernel.cell.id == case.cell.id and all(kernel.variant[name] == case.point[name] for name in case.point)
+
+
+def _run_settings(case: Case, device: torch.device, seed: int, backend: str) -> Errors:
     errors: list[Errors] = []
     for strided in (False, True):
         check = CHECKS[case.cell.op](case, Source(device, seed + strided, case.workload.values), strided, backend)

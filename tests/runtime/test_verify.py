@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from msa_tiles import paths, runtime, spec
 from msa_tiles.call import backends
 from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
-from msa_tiles.runtime import CallFacts, evidence, packs
+from msa_tiles.runtime import CallFacts, dispatch, evidence, packs, toolchain
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
+from msa_tiles.runtime.facts import standing_for, target_facts
 from msa_tiles.runtime.registry import Cell, default_registry
 from msa_tiles.verify import compare, inputs, launched, operators, quantised, runner, selection
 from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
@@ -73,6 +76,56 @@ def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
     for case in labels.values():
         runner.run_case(case, CPU, seed=7, backend="reference")
+
+
+@pytest.mark.parametrize("precision", ["q16kv8", "q16kv8m8"])
+@pytest.mark.parametrize("asked", [True, False], ids=["its own", "whatever dispatch chooses"])
+def test_a_case_is_run_by_its_own_cell(
+    precision: str, asked: bool, specs: spec.Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels of one DSL take the same tensors; what verifies one of them is not what ran by the other."""
+    point = {"head_dim": 128, "block_size": 128, "group": 16, "pages_per_block": 0, "token_scales": 0}
+    rivals = {
+        cell.precision: next(case for case in cases(cell, specs) if case.point == point)
+        for cell in default_registry().select(op="shared_attention", dsl="cutedsl", target="sm90")
+        if cell.precision in ("q16kv8", "q16kv8m8")
+    }
+    device = torch.device("cuda", 0)
+    facts = CallFacts("shared_attention", device, "q16kv8", point)
+
+    class Calls:
+        def __init__(self, *_args: object) -> None:
+            pass
+
+        def run(self, into_buffers: bool) -> tuple[torch.Tensor, ...]:
+            dispatch.find_kernel("shared_attention", facts, "cutedsl")
+            return ()
+
+        def compare(self, outputs: tuple[torch.Tensor, ...]) -> compare.Errors:
+            return {}
+
+    def stand_in(*asked: Any) -> types.SimpleNamespace:
+        chosen = dispatch._decide(*asked)[0].chosen
+        assert chosen is not None
+        return types.SimpleNamespace(cell=chosen.cell, variant=chosen.variant)
+
+    monkeypatch.setattr(dispatch, "_find", stand_in)
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    monkeypatch.setattr(toolchain, "missing", lambda _dsl: None)
+    monkeypatch.setitem(runner.CHECKS, "shared_attention", Calls)
+    with standing_for(target_facts(default_registry().targets["sm90"])):
+        if asked:
+            assert runner.run_case(rivals[precision], CPU, 1, "cutedsl") == {}
+            return
+        monkeypatch.setattr(dispatch, "preferring", lambda _cell: contextlib.nullcontext())
+        refused = []
+        for each, case in rivals.items():
+            try:
+                runner.run_case(case, CPU, 1, "cutedsl")
+            except Disagreement as error:
+                assert "did not run; the calls found shared_attention.cutedsl.sm90" in str(error)
+                refused.append(each)
+    assert len(refused) == 1
 
 
 def test_errors_are_named_by_output_and_metric(specs: spec.Specs) -> None:
