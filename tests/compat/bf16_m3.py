@@ -120,4 +120,7 @@ class Bfloat16(NamedTuple):
             assert (wanted is None) == (ours[name] is None) == ("indexer" in name), name
             if wanted is not None:
                 error, accepted = (float((each[name].float() - wanted).norm()) for each in (ours, eager))
-                assert error <= RATIO * accepted + 1e-3 * float(wanted.norm()), name
+                size = float(wanted.norm())
+                assert error <= RATIO * accepted + 1e-3 * size, (
+                    f"{name}: {error:.3g}, eager {accepted:.3g} of {size:.3g}"
+                )

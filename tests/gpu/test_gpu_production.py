@@ -76,7 +76,8 @@ def test_workers_that_begin_at_once_compile_a_kernel_once(tmp_path: Path, monkey
     if not dsls:
         pytest.skip("no DSL is installed")
     program = f"import sys; sys.path[:0] = {sys.path!r}; import test_gpu_production as t; t.fork_and_serve({dsls!r})"
-    environment = {**os.environ, "MSA_TILES_CACHE_DIR": str(tmp_path / "cache"), "MSA_TILES_JOBS": "2"}
+    environment = {name: value for name, value in os.environ.items() if name != "MSA_TILES_PACKS"}
+    environment |= {"MSA_TILES_CACHE_DIR": str(tmp_path / "cache"), "MSA_TILES_JOBS": "2"}
     # Of its own: CUDA has begun in this process, so that its children could not use it.
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=PROGRAM.parent, env=environment, capture_output=True, text=True, check=False)
