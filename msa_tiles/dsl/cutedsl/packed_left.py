@@ -99,7 +99,8 @@ class Left(decoded_left.Left, packed.Storage):
                 four = self.matrices(raw, WARP * step + lane, chunk)
                 for number in cutlass.range_constexpr(4):
                     token = of_lane + (WARP * step + 8 * number) * self.groups
-                    factor = self.value_factor(byte_at(token), byte_at(token + order))
+                    # Bytes come with a sign, which would reach into the other factor.
+                    factor = self.value_factor(byte_at(token) & 255, byte_at(token + order) & 255)
                     word = four[number] >> 8 * (member % 2)
                     target = registers[None, m, 2 * step + number // 2]
                     for half in cutlass.range_constexpr(2):
