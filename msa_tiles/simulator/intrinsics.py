@@ -265,5 +265,6 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.atomic_add_elem_op": _atomic_add,
     "tl.ldg128": _load_128,
     "tl.lds64": words.load_shared,
+    "tl.lds128": words.load_shared,
     "tl.mul2": words.times,
 }

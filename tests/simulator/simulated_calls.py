@@ -323,6 +323,14 @@ def index_score_q8k8(call: Call, **arguments: Any) -> None:
     index_score(call, precision="q8k8", **arguments)
 
 
+def index_score_q16k4(call: Call, **arguments: Any) -> None:
+    index_score(call, precision="q16k4", **arguments)
+
+
+def index_score_q16kmx4(call: Call, **arguments: Any) -> None:
+    index_score(call, precision="q16kmx4", **arguments)
+
+
 def topk_select(call: Call, *, topk: int, lanes_log2: int = 0, **options: int) -> None:
     ranked(call, "topk_select", {"topk": topk}, (lanes_log2,), **options)
 
@@ -395,6 +403,7 @@ def select_blocks(
     order: int = 0,
     precision: str = "bf16",
     loud: bool = True,
+    zeros: bool = False,
     **scaled: int,
 ) -> None:
     """With lists of `topk` for `k` ids. Values must be exact: the ids are compared one by one."""
@@ -411,15 +420,22 @@ def select_blocks(
         variant |= scaled
         sizes = {"num_index_heads": heads * heads_per_group, "total_q": call.total_q, "total_k": call.total_k}
         scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided, loud)
-    operands = Index(idx_q, idx_k, Where(), scales.get("q_scale"), scales.get("k_scale"))
+    operands, seen = Index(idx_q, idx_k, Where(), scales.get("q_scale"), scales.get("k_scale")), idx_k.float()
+    if precision in FOUR_BITS:
+        made = index_keys_of(FOUR_BITS[precision], idx_k, call.strided, True)
+        if zeros:
+            made.scale.view(torch.uint8)[..., ::3, :] = 0
+        operands, seen = operands._replace(idx_k=made.data, k_scale=made.scale), made.dequantize()
+        operands = operands._replace(k_global_scale=made.global_scale)
     given = kernel_scales(operands, heads_per_group, at.cu_seqlens_q)
-    tensors = (idx_q, idx_k, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
+    keys = (operands.idx_k, *given.of_keys)
+    tensors = (idx_q, *keys, at.page_table, *at[:3], at.q_positions, *given.tensors, out.view)
     scalars = (at.use_seqused, at.use_positions, *given.flags, init_blocks, local_blocks, order)
     call.run("select_blocks", variant, *tensors, *scalars, precision=precision)
     out.check_gaps("out")
     wanted = reference.select_blocks(
         idx_q.float(),
-        idx_k.float(),
+        seen,
         k,
         num_kv_heads=heads,
         block_size=block_size,
@@ -430,6 +446,14 @@ def select_blocks(
         **scales,
     )
     compare.same("out", out.view, wanted)
+
+
+def select_blocks_q16k4(call: Call, **arguments: Any) -> None:
+    select_blocks(call, precision="q16k4", **arguments)
+
+
+def select_blocks_q16kmx4(call: Call, **arguments: Any) -> None:
+    select_blocks(call, precision="q16kmx4", **arguments)
 
 
 def select_blocks_q8k8(call: Call, **arguments: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from simulated_calls import Call
 
 from msa_tiles.dsl import four_bits
-from msa_tiles.dsl.tilelang import packed, packed_index
+from msa_tiles.dsl.tilelang import packed, packed_index, packed_queries
 from msa_tiles.dsl.tilelang.operands import index_mxfp4, index_nvfp4, mxfp4, nvfp4
 from msa_tiles.quant import GROUPS, QuantizedTensor
+from msa_tiles.runtime.registry import default_registry
 from msa_tiles.simulator import RaceError, SimulationError, simulate
 from msa_tiles.verify.cases import Disagreement
 
@@ -119,6 +121,52 @@ def test_bytes_are_not_sent_for_while_they_are_read(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(simulated_calls, "_kernels", {})
     with pytest.raises(RaceError):
         simulated_calls.decode_score_q16k4(Call([(1, 700)]), head_dim=64, block_size=64, ctas=1)
+
+
+FAULTS_OF_QUERIES: dict[str, tuple[str, str, tuple[type[Exception], ...]]] = {
+    "columns as they come": ("turned[0:4])", "words[0:4])", (Disagreement, AssertionError)),
+    "no fence behind the rows": ("    T.fence_proxy_async()\n", "", (SimulationError,)),
+    "rows of others not awaited": ("T.sync_threads(barrier, THREADS)", "pass", (Disagreement, AssertionError)),
+}
+
+
+@pytest.mark.parametrize("op", ["index_score", "select_blocks"])
+@pytest.mark.parametrize("fault", FAULTS_OF_QUERIES)
+@pytest.mark.drawn(2)
+def test_a_fault_in_turning_queries_is_caught(
+    fault: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, expected = FAULTS_OF_QUERIES[fault]
+    file = tmp_path / f"planted_{sorted(FAULTS_OF_QUERIES).index(fault)}_{op}_queries.py"
+    (cell,) = default_registry().select(op, "tilelang", precision="q16k4")
+    monkeypatch.setattr(sys.modules[cell.function.__module__], "turn", with_fault(packed_queries, old, new, file).turn)
+    monkeypatch.setattr(simulated_calls, "_kernels", {})
+    with pytest.raises(expected):
+        index(op, "q16k4", Call([(70, 150)], seed=7, values="integer"))
+
+
+def index(op: str, precision: str, call: Call) -> None:
+    """A call of the indexer."""
+    further = {"topk": 8, "k": 2, "heads_per_group": 2} if op == "select_blocks" else {}
+    getattr(simulated_calls, f"{op}_{precision}")(call, head_dim=64, block_size=64, **further)
+
+
+@each_format
+@pytest.mark.parametrize("op", ["index_score", "select_blocks", "decode_score"])
+@pytest.mark.drawn(2)
+def test_a_key_that_is_nan_counts_for_nobody(name: str, op: str) -> None:
+    """A key with a group whose scale is NaN, and a block of such keys, in the middle of keys that are seen."""
+    call = Call([(9, 300)], seed=6, values="integer")
+    real = call.tensor
+
+    def tensor(*shape: int, **kind: Any) -> torch.Tensor:
+        made = real(*shape, **kind)
+        if len(shape) == 2:
+            made[64:128, 3] = made[296, 40] = torch.nan
+        return made
+
+    call.tensor = tensor  # type: ignore[method-assign]
+    index(op, {"nvfp4": "q16k4", "mxfp4": "q16kmx4"}[name], call)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])

@@ -334,6 +334,35 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64},
         ),
     },
+    **{
+        f"index_score_{precision}": {
+            "mixed": (
+                {"sequences": MIXED, "seed": 1},
+                {"head_dim": 64, "block_size": 64, "heads": 3, **outer[0]},
+            ),
+            "strided, used": (
+                {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+                {"head_dim": 128, "block_size": 128, "heads": 3, **outer[1]},
+            ),
+            "not causal, more blocks than stages": (
+                {"sequences": [(3, 700), (66, 520)], "seed": 3, "pages_per_block": 1, "strided": True},
+                {"head_dim": 128, "block_size": 64, "causal": False},
+            ),
+            "wide output": (
+                {"sequences": MIXED, "seed": 4, "pages_per_block": 2, "positions": True},
+                {"head_dim": 64, "block_size": 128, "width": 40},
+            ),
+            "narrow output, scales of 0": (
+                {"sequences": MIXED, "seed": 5, "pages_per_block": 4, "shortened": True},
+                {"head_dim": 64, "block_size": 64, "width": 2, "zeros": True},
+            ),
+            "at once": (
+                {"sequences": MIXED, "seed": 6, "late": False, "pages_per_block": 8},
+                {"head_dim": 64, "block_size": 64, "heads": 1},
+            ),
+        }
+        for precision, outer in (("q16k4", ({"outer": 1e-6}, {"outer": 1e4})), ("q16kmx4", ({}, {})))
+    },
     "index_gradients": {
         "mixed": (
             {"sequences": MIXED, "seed": 1},
@@ -455,6 +484,44 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             },
             {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
         ),
+    },
+    **{
+        f"select_blocks_{precision}": {
+            "mixed": (
+                {"sequences": MIXED, "seed": 1, "values": "integer"},
+                {"head_dim": 64, "block_size": 64, "topk": 8, "k": 3, "heads_per_group": 2, "heads": 3},
+            ),
+            "strided, used": (
+                {
+                    "sequences": MIXED, "seed": 2, "values": "integer", "strided": True, "shortened": True,
+                    "rows_behind": 9,
+                },
+                {
+                    "head_dim": 128, "block_size": 128, "topk": 16, "k": 16, "heads_per_group": 1, "heads": 2,
+                    "init_blocks": 1, "local_blocks": 2, "order": 2,
+                },
+            ),
+            "long list": (
+                {"sequences": [(20, 1000)], "seed": 3, "values": "integer", "pages_per_block": 1, "strided": True},
+                {"head_dim": 64, "block_size": 64, "topk": 64, "k": 33, "heads_per_group": 2, "order": 1},
+            ),
+            "many blocks": (
+                {"sequences": [(66, 1111)], "seed": 4, "values": "integer", "pages_per_block": 2, "positions": True},
+                {"head_dim": 64, "block_size": 64, "topk": 32, "k": 20, "heads_per_group": 4},
+            ),
+            "at once, scales of 0": (
+                {"sequences": MIXED, "seed": 5, "values": "integer", "late": False, "pages_per_block": 4},
+                {"head_dim": 64, "block_size": 64, "topk": 8, "k": 5, "heads_per_group": 1, "zeros": True},
+            ),
+            "small pages, used": (
+                {
+                    "sequences": MIXED, "seed": 6, "values": "integer", "shortened": True, "rows_behind": 9,
+                    "pages_per_block": 8, "positions": True,
+                },
+                {"head_dim": 128, "block_size": 64, "topk": 8, "k": 4, "heads_per_group": 1, "heads": 2},
+            ),
+        }
+        for precision in ("q16k4", "q16kmx4")
     },
     "index_score_q8k8": {
         "mixed": ({"sequences": MIXED, "seed": 1}, {"head_dim": 64, "block_size": 64, "key_scales": 1}),

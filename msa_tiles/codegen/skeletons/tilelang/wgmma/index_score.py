@@ -8,20 +8,29 @@ msa_tiles.dsl.tilelang.varlen, and the slots past the last request pad the rows 
 
 The consumer has two score tiles: one is multiplied while the other is reduced. Warp i owns rows 16i to
 16i+15; their maxima gather in shared memory, GATHER blocks a row, and leave as whole 128-byte lines.
+# % if precision.decoded
+
+Keys come as bytes to k_raw, and the producer decodes them. Nobody frees the bytes: its threads meet (named barrier 7)
+before the next ones are sent for. Columns of keys stand in the order that decoding has; each warpgroup brings those of
+its queries into it once (named barrier 8 or 9).
+# % endif
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import BYTES, TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import scaled  # % if precision.scale
-from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block  # % if not precision.decoded
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.operands import index_nvfp4 as index_key  # <- operands.index_key  # % if precision.decoded
+from msa_tiles.dsl.tilelang.packed_queries import turn  # % if precision.decoded
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
+AHEAD = 3  # <- tile.ahead  # % if precision.decoded
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
@@ -33,12 +42,16 @@ PASS_CONFIGS = {
 ROWS = 64
 TILE = CONSUMERS * ROWS
 GATHER = 32
-SLOTS = 2 * STAGES  # % if precision.scale
+SLOTS = 2 * STAGES  # % if "key_scales" in plan.variants
 
 
 @declares
 def cta(head_dim, block_size, pages_per_block, key_scales=0):
+    # % if precision.decoded
+    keys = index_key.parts("k", head_dim, block_size, AHEAD, producer="producer")
+    # % else
     scale = buffer("key_scale", "float32", slots=2 * STAGES, keys=128, note="twice the ring")
+    # % endif
     atom = min(8 * head_dim * BYTES[ELEMENT], 1024)  # what a swizzle repeats after
     return Table(
         roles=(
@@ -48,17 +61,27 @@ def cta(head_dim, block_size, pages_per_block, key_scales=0):
                 "a warpgroup takes 64 query rows: S = Q K^T for two KV blocks in turn, row maxima, stores",
                 CONSUMER_REGISTERS,
             ),
+            # % if precision.decoded
+            Role("producer", 4, "loads Q once, then streams the index keys and decodes them", PRODUCER_REGISTERS),
+            # % else
             Role("producer", 4, "loads Q once, then streams the index keys, one block a stage", PRODUCER_REGISTERS),
+            # % endif
         ),
         pipelines=(
             Pipeline("q", 1, (threads("producer"),), fills=("queries",)),
+            # % if precision.decoded
+            *keys.pipelines,
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),)),
+            # % else
             Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),), fills=("keys",)),
+            # % endif
         ),
         buffers=(
             buffer("queries", ELEMENT, align=atom, consumers=CONSUMERS, rows=ROWS, head_dim=head_dim),
             buffer("keys", ELEMENT, align=atom, stages=STAGES, block_size=block_size, head_dim=head_dim),
             buffer("gathered", "float32", consumers=CONSUMERS, rows=ROWS, blocks=GATHER + 1),
-            *((scale,) if key_scales else ()),
+            *((scale,) if key_scales else ()),  # % if not precision.decoded
+            *keys.buffers,  # % if precision.decoded
         ),
         static=TILELANG,
     )
@@ -68,7 +91,7 @@ def index_score(
     head_dim: int,
     block_size: int,
     pages_per_block: int,
-    key_scales: int,  # % if precision.scale
+    key_scales: int,  # % if "key_scales" in plan.variants
 ):
     """Build the kernel for one index dim and block size.
 
@@ -76,14 +99,18 @@ def index_score(
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_index_heads, total_q,
     max_blocks] float32 with any strides on heads and tokens: the largest product of each block's visible keys, -inf
     for a block without one.
-    # % if precision.scale
+    # % if "key_scales" in plan.variants
     Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
+    # % endif
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups. Products are multiplied by q_scale [total_q, num_index_heads],
+    where it is to be used, and by the first element of the keys' global scale, if they have one.
     # % endif
     """
     table = cta(
         head_dim, block_size, pages_per_block,
-        key_scales,  # % if precision.scale
+        key_scales,  # % if "key_scales" in plan.variants
     )  # fmt: skip
     total_q, num_index_heads, max_blocks = T.dynamic("total_q, num_index_heads, max_blocks")
     num_starts, num_requests = T.dynamic("num_starts, num_requests")
@@ -92,10 +119,16 @@ def index_score(
     table_stride = strides("table_stride")
     # % if precision.scale
     query_scale_shape, query_scale_strides = (total_q, num_index_heads), strides("scale_token, scale_head")
+    # % endif
+    # % if "key_scales" in plan.variants
     scale_shape, scale_strides = scaled.scale_layout(block_size, pages_per_block, key_scales)
     # % endif
+    # % if precision.decoded
+    keys = index_key.IndexKeys("k", head_dim, block_size, pages_per_block)
+    # % else
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
     columns = box_columns(head_dim, ELEMENT)
+    # % endif
 
     @T.macro
     def store_rows(w, warp_row, lane, gathered, first_block, last_block, head, first_token, end_token, out):
@@ -141,6 +174,12 @@ def index_score(
             row_factor[i] = T.if_then_else(
                 use_q_scale != 0, q_scale[T.min(first_token + i, end_token - 1), head], T.float32(1)
             )
+        # % endif
+        # % if precision.decoded
+        for i in T.Parallel(ROWS):
+            row_factor[i] = keys.whole(row_factor[i], k_scale, 0)
+        # % endif
+        # % if "key_scales" in plan.variants
         if not key_scales:
             if use_k_scale != 0:
                 for i in T.Parallel(ROWS):
@@ -151,6 +190,7 @@ def index_score(
         phase = 0
         if num_blocks > 0:
             T.barrier_wait(q_full, 0)
+            turn(Q_shared, (w,), tx - w * 128, 8 + w)  # % if precision.decoded
             T.barrier_wait(k_full[0], 0)
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[0, :, :], S_even, transpose_B=True, clear_accum=True)
         for pair in T.serial((num_blocks + 1) // 2):
@@ -168,7 +208,7 @@ def index_score(
             T.barrier_arrive(k_free[even])
             # Past the last block this multiplies a stale stage and the result is dropped: the waits stay uniform.
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[odd, :, :], S_odd, transpose_B=True, clear_accum=True)
-            # % if precision.scale
+            # % if "key_scales" in plan.variants
             if key_scales:
                 scaled.scale_keys(S_even, key_scale, (pair * 2) % SLOTS, ROWS, block_size)
             # % endif
@@ -183,7 +223,7 @@ def index_score(
             if pair * 2 + 1 < num_blocks:
                 T.barrier_arrive(k_free[odd])
             T.wgmma_gemm(Q_shared[w, :, :], K_shared[stage, :, :], S_even, transpose_B=True, clear_accum=True)
-            # % if precision.scale
+            # % if "key_scales" in plan.variants
             if key_scales and pair * 2 + 1 < num_blocks:
                 scaled.scale_keys(S_odd, key_scale, (pair * 2 + 1) % SLOTS, ROWS, block_size)
             # % endif
@@ -215,8 +255,13 @@ def index_score(
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
         q_scale: T.StridedTensor(query_scale_shape, query_scale_strides, "float32"),  # % if precision.scale
-        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
-        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if precision.scale
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),  # % if not precision.decoded
+        k_scale: T.StridedTensor(scale_shape, scale_strides, "float32"),  # % if "key_scales" in plan.variants
+        # % if precision.decoded
+        key_bytes: keys.tensor(),
+        group_scale: keys.scale(),
+        global_scale: keys.of_heads(1),  # % if precision.scale.global_dtype
+        # % endif
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
@@ -233,9 +278,17 @@ def index_score(
             Q_shared = make_buffer(table, "queries")
             K_shared = make_buffer(table, "keys")
             gathered = make_buffer(table, "gathered")
-            # % if precision.scale
+            # % if "key_scales" in plan.variants
             key_scale = make_buffer(table, "key_scale") if key_scales else None
             scale_read = T.alloc_local([1], "float32")
+            # % endif
+            # % if precision.decoded
+            held = index_key.allocate(keys, table, K_shared)
+            stored = index_key.Stored(
+                key_bytes,
+                group_scale,
+                global_scale,  # % if precision.scale.global_dtype
+            )
             # % endif
             q_full = make_barrier(table, "q_full")
             k_full = make_barrier(table, "k_full")
@@ -279,7 +332,15 @@ def index_score(
                                 barrier=q_full,
                             )
                         T.barrier_arrive(q_full)
+                        index_key.begin(held)  # % if precision.decoded
                         for block in T.serial(num_blocks):
+                            # % if precision.decoded
+                            row = block * block_size
+                            index_key.send(
+                                keys, stored, page_table, key_row + row, length - row, held, k_full, k_free,
+                                tx - CONSUMERS * 128,
+                            )  # fmt: skip
+                            # % else
                             # % if precision.scale
                             # Before the wait, so that the scale is there when the stage is free.
                             if key_scales:
@@ -298,19 +359,25 @@ def index_score(
                                 key_scale[block % SLOTS, tx % 128] = scale_read[0]
                             # % endif
                             T.barrier_arrive(k_full[block % STAGES])
+                            # % endif
+                        # % if precision.decoded
+                        index_key.finish(keys, stored, held, k_full, k_free, tx - CONSUMERS * 128)
+                        # % endif
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         0, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token, end_token,
                         first_limit, length, num_blocks, q_positions, use_positions, out,
-                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if precision.scale
+                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if "key_scales" in plan.variants
+                        q_scale, stored, None, use_q_scale, use_k_scale,  # % if precision.decoded
                     )  # fmt: skip
                 else:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
                         1, tx, Q_shared, K_shared, gathered, q_full, k_full, k_free, head, first_token + ROWS,
                         end_token, first_limit + ROWS, length, num_blocks, q_positions, use_positions, out,
-                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if precision.scale
+                        q_scale, k_scale, key_scale, use_q_scale, use_k_scale,  # % if "key_scales" in plan.variants
+                        q_scale, stored, None, use_q_scale, use_k_scale,  # % if precision.decoded
                     )  # fmt: skip
 
     return main

@@ -11,20 +11,29 @@ registers for one. Row maxima pass through
 shared memory inside a warp: warp i owns rows 16i to 16i+15, lane l serves row l % 16 and takes the even blocks
 (l < 16) or the odd ones. The two lists of a row are merged at the end. With several index heads per KV head the
 maximum also runs over the heads.
+# % if precision.decoded
+
+Keys come as bytes to k_raw, and the producer decodes them. Nobody frees the bytes: its threads meet (named barrier 7)
+before the next ones are sent for. Columns of keys stand in the order that decoding has; each warpgroup brings those of
+its queries into it once (named barrier 8 or 9). A global scale changes no ranking and is not read.
+# % endif
 """
 
 import tilelang.language as T
 
 from msa_tiles.dsl.table import TILELANG, Pipeline, Role, Table, buffer, declares, threads
 from msa_tiles.dsl.tilelang import topk as top
-from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block
+from msa_tiles.dsl.tilelang.keys import box_columns, index_keys, load_index_block  # % if not precision.decoded
 from msa_tiles.dsl.tilelang.layout import described, strides
+from msa_tiles.dsl.tilelang.operands import index_nvfp4 as index_key  # <- operands.index_key  # % if precision.decoded
+from msa_tiles.dsl.tilelang.packed_queries import turn  # % if precision.decoded
 from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_tile_at_most, last_visible, tile_limits
 
 ELEMENT = "bfloat16"  # <- precision.multiply
 STAGES = 4  # <- tile.stages
+AHEAD = 3  # <- tile.ahead  # % if precision.decoded
 CONSUMERS = 2  # <- tile.consumers
 PRODUCER_REGISTERS = 40  # <- tile.producer_registers
 CONSUMER_REGISTERS = 232  # <- tile.consumer_registers
@@ -39,6 +48,7 @@ TILE = CONSUMERS * ROWS
 
 @declares
 def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
+    keys = index_key.parts("k", head_dim, block_size, AHEAD, producer="producer")  # % if precision.decoded
     return Table(
         roles=(
             Role(
@@ -47,17 +57,27 @@ def cta(head_dim, block_size, topk, heads_per_group, pages_per_block):
                 "a warpgroup takes 64 query rows: S = Q K^T for two KV blocks in turn, row maxima, top-k lists",
                 CONSUMER_REGISTERS,
             ),
+            # % if precision.decoded
+            Role("producer", 4, "loads Q once, then streams the index keys and decodes them", PRODUCER_REGISTERS),
+            # % else
             Role("producer", 4, "loads Q once, then streams the index keys, one block a stage", PRODUCER_REGISTERS),
+            # % endif
         ),
         pipelines=(
             Pipeline("q", 1, (threads("producer"),), fills=("queries",)),
+            # % if precision.decoded
+            *keys.pipelines,
+            Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),)),
+            # % else
             Pipeline("k", STAGES, (threads("producer"),), (threads("consumers"),), fills=("keys",)),
+            # % endif
         ),
         buffers=(
             buffer(
                 "queries", ELEMENT, align=1024, consumers=CONSUMERS, heads=heads_per_group, rows=ROWS, head_dim=head_dim
             ),
             buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            *keys.buffers,  # % if precision.decoded
             buffer("maxima", "float32", consumers=CONSUMERS, blocks=2, rows=ROWS),
         ),
         static=TILELANG,
@@ -70,6 +90,9 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     idx_q [total_q, num_index_heads, head_dim], idx_k [total_k, head_dim], or [pages, page, head_dim] with
     pages_per_block > 0 and page_table [requests, max_pages] -> out [num_kv_heads, total_q, k] int32
     with k <= topk: the k highest-scoring visible blocks of each query, forced blocks first, padded with -1.
+    # % if precision.decoded
+    Keys come in bytes with the scales of their groups. A global scale is positive, and not read.
+    # % endif
     """
     table = cta(head_dim, block_size, topk, heads_per_group, pages_per_block)
     total_q, num_index_heads, num_kv_heads, k = T.dynamic("total_q, num_index_heads, num_kv_heads, k")
@@ -77,7 +100,11 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     q_token, q_head, out_head, out_token = strides("q_token, q_head, out_head, out_token")
     num_tables, max_pages, num_positions = T.dynamic("num_tables, max_pages, num_positions")
     table_stride = strides("table_stride")
+    # % if precision.decoded
+    operand = index_key.IndexKeys("k", head_dim, block_size, pages_per_block)
+    # % else
     key_shape, key_strides = index_keys(head_dim, block_size, pages_per_block)
+    # % endif
 
     @T.macro
     def rank_pair(
@@ -217,6 +244,12 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             least, most,
         )  # fmt: skip
         full_blocks = T.max(least[0] + 1, 0) // block_size
+        # % if precision.decoded
+        if num_blocks > 0:
+            T.barrier_wait(q_full, 0)
+            for r in T.unroll(heads_per_group):
+                turn(Q_shared, (w, r), tx - w * 128, 8 + w)
+        # % endif
         top.clear(keys, ids, topk)
         if topk <= 32:
             score_pairs(
@@ -235,7 +268,12 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
     @T.prim_func
     def main(
         idx_q: T.StridedTensor((total_q, num_index_heads, head_dim), (q_token, q_head, 1), ELEMENT),
-        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),
+        idx_k: T.StridedTensor(key_shape, key_strides, ELEMENT),  # % if not precision.decoded
+        # % if precision.decoded
+        key_bytes: operand.tensor(),
+        group_scale: operand.scale(),
+        global_scale: operand.of_heads(1),  # % if precision.scale.global_dtype
+        # % endif
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         cu_seqlens_q: T.Tensor((num_starts,), "int32"),
         cu_seqlens_k: T.Tensor((num_starts,), "int32"),
@@ -252,6 +290,10 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
             Q_shared = make_buffer(table, "queries")
             K_shared = make_buffer(table, "keys")
             max_shared = make_buffer(table, "maxima")
+            # % if precision.decoded
+            held = index_key.allocate(operand, table, K_shared)
+            stored = index_key.Stored(key_bytes, group_scale)
+            # % endif
             q_full = make_barrier(table, "q_full")
             k_full = make_barrier(table, "k_full")
             k_free = make_barrier(table, "k_free")
@@ -299,13 +341,25 @@ def select_blocks(head_dim: int, block_size: int, topk: int, heads_per_group: in
                                     barrier=q_full,
                                 )
                         T.barrier_arrive(q_full)
+                        index_key.begin(held)  # % if precision.decoded
                         for block in T.serial(num_blocks):
+                            # % if precision.decoded
+                            first = block * block_size
+                            index_key.send(
+                                operand, stored, page_table, key_row + first, length - first, held, k_full, k_free,
+                                tx - CONSUMERS * 128,
+                            )  # fmt: skip
+                            # % else
                             T.barrier_wait(k_free[block % STAGES], ((block // STAGES) & 1) ^ 1)
                             load_index_block(
                                 idx_k, page_table, key_row + block * block_size, K_shared, k_full, block % STAGES,
                                 block_size, head_dim, pages_per_block, box_columns(head_dim, ELEMENT),
                             )  # fmt: skip
                             T.barrier_arrive(k_full[block % STAGES])
+                            # % endif
+                        # % if precision.decoded
+                        index_key.finish(operand, stored, held, k_full, k_free, tx - CONSUMERS * 128)
+                        # % endif
                 elif tx < 128:
                     T.set_max_nreg(CONSUMER_REGISTERS, 1)
                     consume(
