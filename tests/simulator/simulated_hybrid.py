@@ -84,11 +84,12 @@ def shared_attention(
     close: bool = False,
     scale: float | None = None,
     precision: str = "bf16",
+    outer: float | None = None,
     **scaled: int,
 ) -> None:
     """Split, schedule, attention of the rest and merge of all windows."""
-    q = call.tensor(call.total_q, heads * group, head_dim)
-    at, (k, v), where = call.keys_and_values(heads, head_dim, block_size, **scaled)
+    q = call.tensor(call.total_q, heads * group, head_dim).div_(outer or 1.0)
+    at, (k, v), where = simulated_calls.stored_keys(call, precision, heads, head_dim, block_size, outer, **scaled)
     ids = selection(call, heads, topk, block_size, sticky, close)
     out = call.output(q.shape, torch.bfloat16)
     lse = torch.full(q.shape[:2], torch.nan)
@@ -125,3 +126,11 @@ def shared_attention(
 
 def shared_attention_q16kv8(call: Call, **arguments: Any) -> None:
     shared_attention(call, precision="q16kv8", **arguments)
+
+
+def shared_attention_q16kv4(call: Call, **arguments: Any) -> None:
+    shared_attention(call, precision="q16kv4", **arguments)
+
+
+def shared_attention_q16kvmx4(call: Call, **arguments: Any) -> None:
+    shared_attention(call, precision="q16kvmx4", **arguments)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import simulated_calls
+import simulated_hybrid
 import small_four_bits
 import torch
 from simulated_calls import Call
@@ -170,13 +171,17 @@ def test_a_key_that_is_nan_counts_for_nobody(name: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("shared", [False, True])
 @each_format
 @pytest.mark.drawn(2)
-def test_nan_reaches_who_sees_it(name: str, which: str) -> None:
+def test_nan_reaches_who_sees_it(name: str, shared: bool, which: str) -> None:
     """A group whose scale is NaN, in a block that queries read: some of them see its row and some do not."""
     precision = {"nvfp4": "q16kv4", "mxfp4": "q16kvmx4"}[name]
-    call = Call([(8, 130)], seed=5, spoilt=(which, float("nan")))
-    simulated_calls.sparse_decode(call, precision=precision, **SMALL)  # type: ignore[arg-type]
+    call = Call([(90, 150)] if shared else [(8, 130)], seed=5, spoilt=(which, float("nan")))
+    if shared:
+        simulated_hybrid.shared_attention(call, precision=precision, close=True, **SMALL)  # type: ignore[arg-type]
+    else:
+        simulated_calls.sparse_decode(call, precision=precision, **SMALL)  # type: ignore[arg-type]
 
 
 @each_format

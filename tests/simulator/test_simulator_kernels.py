@@ -782,6 +782,40 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True, "token_scales": 1},
         ),
     },
+    **{
+        f"shared_attention_{precision}": {
+            "mixed": (
+                {"sequences": MIXED, "seed": 1},
+                {"head_dim": 64, "block_size": 64, "group": 16, "topk": 3, "heads": 2, "ctas": 3, "close": True,
+                 **outer[0]},
+            ),
+            "strided, used": (
+                {"sequences": MIXED, "seed": 2, "strided": True, "shortened": True, "rows_behind": 9},
+                {"head_dim": 128, "block_size": 128, "group": 4, "topk": 2, "window": 128, "ctas": 3, "close": True},
+            ),
+            "interleaved in pages": (
+                {"sequences": [(60, 150), (20, 70)], "seed": 3, "strided": True, "pages_per_block": 4},
+                {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True},
+            ),
+            "at once, pages": (
+                {"sequences": [(60, 150), (20, 70)], "seed": 4, "late": False, "pages_per_block": 1, "positions": True},
+                {"head_dim": 64, "block_size": 128, "group": 1, "topk": 2, "heads": 3, "close": True, **outer[1]},
+            ),
+            "small pages": (
+                {"sequences": [(60, 150)], "seed": 5, "pages_per_block": 8, "strided": True, "shortened": True},
+                {"head_dim": 128, "block_size": 64, "group": 2, "topk": 3, "ctas": 1, "close": True},
+            ),
+            "more slots than stages": (
+                {"sequences": [(13, 2000)], "seed": 6, "pages_per_block": 2},
+                {"head_dim": 64, "block_size": 128, "group": 16, "topk": 9, "ctas": 3, "fill": 4},
+            ),
+            "scales of 0": (
+                {"sequences": [(60, 150), (20, 70)], "seed": 7, "zeros": True},
+                {"head_dim": 64, "block_size": 64, "group": 8, "topk": 2, "heads": 2, "close": True},
+            ),
+        }
+        for precision, outer in (("q16kv4", ({"outer": 1e-6}, {"outer": 1e4})), ("q16kvmx4", ({}, {})))
+    },
     "sparse_attention_backward": {
         "mixed": (
             {"sequences": MIXED, "seed": 1},

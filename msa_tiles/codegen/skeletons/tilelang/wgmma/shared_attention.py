@@ -21,6 +21,12 @@ bytes: its threads meet (named barrier 7) before the next ones are sent for. A s
 the softmax's (keys) and multiplies O behind the last shared block (values); those of tokens multiply rows as they are
 decoded.
 # % endif
+# % if precision.keys.packed > 1
+
+K and V come as bytes to k_raw and v_raw, and the producer decodes them into their stages of the ring with the scales of
+their groups. Nobody frees the bytes: its threads meet (named barrier 7) before the next ones are sent for. A scale that
+a head has besides is folded into the softmax's (keys) and multiplies O behind the last shared block (values).
+# % endif
 
 The next block's S is issued behind the current P V, so that one wait covers both. While a tile is merged its Q is free,
 so that the next tile is on its way: the memory never waits for a tile to end, and while one CTA of a SM merges the
@@ -167,9 +173,11 @@ def shared_attention(
     def main(
         q: T.StridedTensor((total_q, num_q_heads, head_dim), (q_token, q_head, 1), ELEMENT),
         k: keys.tensor(num_kv_heads),
-        k_scale: keys.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        k_scale: keys.scale(num_kv_heads),  # % if precision.scale
+        k_global_scale: keys.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         v: values.tensor(num_kv_heads),
-        v_scale: values.scale(num_kv_heads),  # % if "token_scales" in plan.variants
+        v_scale: values.scale(num_kv_heads),  # % if precision.scale
+        v_global_scale: values.of_heads(num_kv_heads),  # % if precision.scale and precision.scale.global_dtype
         page_table: T.StridedTensor((num_tables, max_pages), (table_stride, 1), "int32"),
         shared: T.Tensor((num_kv_heads, num_tiles, capacity, 2), "int32"),
         shared_counts: T.Tensor((num_kv_heads, num_tiles), "int32"),
