@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "nn": {"ops", "call"},
     "compat": {"ops", "quant", "runtime"},  # of the runtime: what is raised where no kernel serves a call
     "simulator": set(),
-    "verify": {"ops", "call", "files", "launch", "runtime", "spec", "reference", "quant", "paths"},
+    "verify": {"ops", "call", "files", "launch", "library", "runtime", "spec", "reference", "quant", "paths"},
     "bench": {"ops", "call", "compat", "names", "runtime", "spec", "reference", "quant", "paths", "trees"},
     "demo": ANYTHING,
     "matrix": ANYTHING,
