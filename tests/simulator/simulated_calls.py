@@ -27,7 +27,9 @@ from msa_tiles.verify.quantised import index_scales
 
 TOKEN_MAJOR = (1, 0, 2)
 # Formats of precisions of 4 bits.
-FOUR_BITS = {"q16k4": "nvfp4", "q16kmx4": "mxfp4", "q16kv4": "nvfp4", "q16kvmx4": "mxfp4"}
+FOUR_BITS = {
+    "q16k4": "nvfp4", "q16kmx4": "mxfp4", "q8k4": "nvfp4", "q8kmx4": "mxfp4", "q16kv4": "nvfp4", "q16kvmx4": "mxfp4",
+}  # fmt: skip
 # How the kernels count orders and edges.
 ORDERS = ("ascending", "score", "local_last")
 CHUNK = 128
@@ -261,16 +263,20 @@ def scored(
 
     `outer` is the global scale of keys of 4 bits, where not the one that fits them.
     """
-    dtype = FP8 if precision == "q8k8" else torch.bfloat16
+    dtype = FP8 if precision.startswith("q8") else torch.bfloat16
     idx_q = call.tensor(call.total_q, heads, head_dim, dtype=dtype)
-    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim, dtype=dtype))
+    key_dtype = torch.bfloat16 if precision in FOUR_BITS else dtype
+    at, (idx_k,), where = call.place(block_size, call.tensor(call.total_k, head_dim, dtype=key_dtype))
     out = call.output((heads, call.total_q, blocks), torch.float32)
     variant = {"head_dim": head_dim, "block_size": block_size, "pages_per_block": call.pages_per_block}
     scales: dict[str, Tensor] = {}
     if dtype == FP8:
-        variant["key_scales"] = key_scales
-        sizes = {"num_index_heads": heads, "total_q": call.total_q, "total_k": call.total_k}
+        sizes = {"num_index_heads": heads, "total_q": call.total_q, "total_k": call.total_k, "key_scales": key_scales}
         scales = index_scales(call.source, {**variant, **sizes}, call.lengths, call.strided)
+        if precision in FOUR_BITS:
+            scales.pop("k_scale", None)
+        else:
+            variant["key_scales"] = key_scales
     for scale in scales.values() if zeros else ():
         scale[::3] = 0.0
     stored, outer_scale, keys = {"k_scale": scales.get("k_scale")}, None, idx_k.float()
@@ -636,6 +642,14 @@ def decode_score_q16k4(call: Call, **arguments: Any) -> None:
 
 def decode_score_q16kmx4(call: Call, **arguments: Any) -> None:
     decode_score(call, precision="q16kmx4", **arguments)
+
+
+def decode_score_q8k4(call: Call, **arguments: Any) -> None:
+    decode_score(call, precision="q8k4", **arguments)
+
+
+def decode_score_q8kmx4(call: Call, **arguments: Any) -> None:
+    decode_score(call, precision="q8kmx4", **arguments)
 
 
 def decode_score_q8k8(call: Call, **arguments: Any) -> None:

@@ -86,7 +86,8 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
                 {"head_dim": 64, "block_size": 64, "heads": 1, "zeros": True},
             ),
         }
-        for precision, outer in (("q16k4", ({"outer": 1e-6}, {"outer": 1e4})), ("q16kmx4", ({}, {})))
+        for queries in ("q16", "q8")
+        for precision, outer in ((f"{queries}k4", ({"outer": 1e-6}, {"outer": 1e4})), (f"{queries}kmx4", ({}, {})))
     },
     "decode_topk": {
         "few blocks": ({"sequences": FEW, "seed": 1}, {"max_blocks": 1024, "k": 5, "blocks": 3, "heads": 2}),

@@ -13,6 +13,9 @@ work on 64 rows however few of them hold a query.
 Keys come as bytes to k_raw, and the producer decodes them. Nobody frees the bytes: its threads meet (named barrier 7)
 before the next ones are sent for. Columns of keys and queries stand in the order that decoding has.
 # % endif
+# % if precision.query.element != precision.multiply
+Queries of e4m3 become bfloat16, exactly, as their tile is laid down.
+# % endif
 """
 
 import tilelang.language as T
@@ -26,7 +29,8 @@ from msa_tiles.dsl.tilelang.scores import block_max
 from msa_tiles.dsl.tilelang.shared import make_barrier, make_buffer
 from msa_tiles.dsl.tilelang.varlen import key_length, last_visible
 
-ELEMENT = "bfloat16"  # <- precision.multiply
+ELEMENT = "bfloat16"  # <- precision.query.element
+WIDE = "bfloat16"  # <- precision.multiply  # % if precision.query.element != precision.multiply
 STAGES = 2  # <- tile.stages
 AHEAD = 3  # <- tile.ahead  # % if precision.decoded
 BATCH = 4  # <- tile.batch
@@ -59,8 +63,13 @@ def cta(head_dim, block_size, pages_per_block, key_scales=0):
             # % endif
         ),
         buffers=(
+            # % if precision.query.element == precision.multiply
             buffer("queries", ELEMENT, align=1024, rows=ROWS, head_dim=head_dim),
             buffer("keys", ELEMENT, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            # % else
+            buffer("queries", WIDE, align=1024, rows=ROWS, head_dim=head_dim),
+            buffer("keys", WIDE, align=1024, stages=STAGES, block_size=block_size, head_dim=head_dim),
+            # % endif
             *((scale,) if key_scales else ()),  # % if not precision.decoded
             *keys.buffers,  # % if precision.decoded
         ),
@@ -296,7 +305,13 @@ def decode_score(
                             if ((batch * BATCH + u) * 128 + tx) // head_dim < ROWS:
                                 # % if precision.decoded
                                 place = index_key.column(tx % head_dim)
+                                # % if precision.query.element == precision.multiply
                                 Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, place] = got[u]
+                                # % else
+                                Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, place] = T.cast(
+                                    T.cast(got[u], "float32"), WIDE
+                                )
+                                # % endif
                                 # % else
                                 Q_shared[((batch * BATCH + u) * 128 + tx) // head_dim, tx % head_dim] = got[u]
                                 # % endif
