@@ -24,7 +24,6 @@ from msa_tiles.verify.hybrid import SplitSelection, hybrid
 from msa_tiles.verify.inputs import TOKEN_MAJOR, Buffer, Lengths, Source, placed, spread
 from msa_tiles.verify.quantised import dequantised, key_scales, loud_head, spoil, unit_of
 
-
 LOUD_VALUES = 64.0  # times the others
 
 
