@@ -71,8 +71,9 @@ def _tilelang(file: ast.Module, op: str, variant: Mapping[str, int], arguments: 
     for parameter, value in zip(kernel.args.args, arguments, strict=False):
         scope.values[parameter.arg] = value
         annotation = parameter.annotation
-        if isinstance(value, Tensor) and isinstance(annotation, ast.Call) and isinstance(annotation.args[0], ast.Tuple):
-            for size, dim in zip(value.shape, annotation.args[0].elts, strict=False):
+        shape = annotation.args[0] if isinstance(annotation, ast.Call) and annotation.args else None
+        if isinstance(value, Tensor) and isinstance(shape, ast.Tuple):
+            for size, dim in zip(value.shape, shape.elts, strict=False):
                 if isinstance(dim, ast.Name):
                     scope.values.setdefault(dim.id, size)
     for node in ast.walk(kernel):
