@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msa_tiles import ops, reference
 from msa_tiles.bench import precisions
-from msa_tiles.quant import QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from msa_tiles.bench.inputs import Stored, in_format
 
 LENGTHS = (4096, 32768, 131072)
 QUERIES = 256  # the last ones of a prompt
@@ -30,23 +30,10 @@ def inputs(kind: str, length: int, device: torch.device, seed: int = 0) -> tuple
     return queries, keys
 
 
-def quantised(values: Tensor, form: str) -> Tensor | QuantizedTensor:
-    """Values in a format of the specs: e4m3 with a scale for every row, NVFP4 with the global scale that fits."""
-    if form == "e4m3":
-        return quantize_fp8(values, "token_head")
-    if form == "nvfp4":
-        return quantize_nvfp4(values)
-    if form == "mxfp4":
-        return quantize_mxfp4(values)
-    return values.to(torch.bfloat16)
-
-
-def in_precision(
-    queries: Tensor, keys: Tensor, precision: str
-) -> tuple[Tensor | QuantizedTensor, Tensor | QuantizedTensor]:
+def in_precision(queries: Tensor, keys: Tensor, precision: str) -> tuple[Stored, Stored]:
     """Queries and keys of the indexer in the formats of a precision."""
     query, key = (precisions.stored(precision, role).name for role in ("index_query", "index_key"))
-    return quantised(queries, query), quantised(keys, key)
+    return in_format(queries, query, fitted=True), in_format(keys, key, fitted=True)
 
 
 def overlap(got: Tensor, wanted: Tensor) -> float:

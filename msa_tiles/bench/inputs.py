@@ -15,7 +15,7 @@ from msa_tiles.bench import precisions
 from msa_tiles.bench.cases import Case
 from msa_tiles.bench.precisions import BF16
 from msa_tiles.bench.selections import GENERATORS
-from msa_tiles.quant import FP8, QuantizedTensor, quantize_mxfp4, quantize_nvfp4
+from msa_tiles.quant import FP8, QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 Stored = Tensor | QuantizedTensor
 """BF16, e4m3 without scales, or a format of 4 bits."""
@@ -51,12 +51,17 @@ def unit_scales(keys: Stored) -> dict[str, Tensor]:
     return {"k_scale": one, "v_scale": one}
 
 
-def in_format(values: Tensor, form: str) -> Stored:
-    """Values in a format of the specs: e4m3 without scales, NVFP4 with a global scale of 1."""
+def in_format(values: Tensor, form: str, *, fitted: bool = False) -> Stored:
+    """Values in a format of the specs: e4m3 without scales, NVFP4 with a global scale of 1.
+
+    Or ``fitted``, for accuracy: e4m3 with a scale for every row, NVFP4 with the global scale that fits.
+    """
     if form == "nvfp4":
-        return quantize_nvfp4(values, 1.0)
+        return quantize_nvfp4(values) if fitted else quantize_nvfp4(values, 1.0)
     if form == "mxfp4":
         return quantize_mxfp4(values)
+    if form == "e4m3" and fitted:
+        return quantize_fp8(values, "token_head")
     return values.to({"bf16": torch.bfloat16, "e4m3": FP8}[form])
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from msa_tiles.bench.agreement import quantised
+from msa_tiles.bench.inputs import Stored, in_format
 from msa_tiles.demo.embed import Layer
-from msa_tiles.quant import QuantizedTensor
 
 BF16 = "bf16"
 FORMATS = {BF16: "bf16", "fp8": "e4m3", "nvfp4": "nvfp4", "fp4": "mxfp4"}
 """What a group of precisions stores keys, values and index keys in; index queries too where that is e4m3."""
-Stored = Tensor | QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ def held(layer: Layer, group: str) -> Held:
     if group == BF16:
         return Held(layer.q, layer.idx_q, layer.idx_k, layer.k, layer.v)
     form = FORMATS[group]
-    idx_q: Stored = quantised(layer.idx_q, form) if form == "e4m3" else layer.idx_q
-    return Held(layer.q, idx_q, *(quantised(part, form) for part in (layer.idx_k, layer.k, layer.v)))
+    idx_q: Stored = in_format(layer.idx_q, form, fitted=True) if form == "e4m3" else layer.idx_q
+    return Held(layer.q, idx_q, *(in_format(part, form, fitted=True) for part in (layer.idx_k, layer.k, layer.v)))
 
 
 def rows(stored: Stored, begin: int, end: int) -> Stored:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import trees
-from msa_tiles.bench.agreement import quantised
+from msa_tiles.bench.inputs import in_format
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.spec import load
 
@@ -28,7 +28,7 @@ def torch_error(op: str, precision: str) -> float | None:
 
     def drawn(role: str, *shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator)
-        made = quantised(values, formats[role].name)
+        made = in_format(values, formats[role].name, fitted=True)
         return made.dequantize() if isinstance(made, QuantizedTensor) else made.float()
 
     if op in SCORES:
