@@ -24,7 +24,7 @@ def table(registry: Registry) -> str:
     It is the walk of `msa-tiles matrix`. The evidence is what is on record: `simulated`, and what lies in a
     cache, belong to a machine, not to a page.
     """
-    entries = walk(registry, here=False)
+    entries = walk(registry, here=False, scales=False)
     groups = groups_of(entries)
     lines = [
         f"| operator | {' | '.join(group.upper() for group in groups)} |",

@@ -15,9 +15,8 @@ from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
 if TYPE_CHECKING:
+    from msa_tiles.matrix.report import Ran
     from msa_tiles.runtime.registry import Cell, Registry
-
-POINTS = 1  # of each cell that runs on the GPU present
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -26,7 +25,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="show what exists in every precision, how accurate it is, and what precisions cost",
         description="Walks operator x DSL x target x precision x layout: evidence, worst error, tolerance, and the "
         "error of torch in the same precision; then how many blocks each format of index keys still chooses. "
-        "With a GPU a small case of every kernel for it is run; without one errors are those on record.",
+        "With a GPU a small case of every kernel for it is run in each layout of keys, and compared with the reference "
+        "and with torch in the same precision; without one errors are those on record.",
     )
     add_filters(parser)
     parser.add_argument("--recorded", action="store_true", help="run nothing on a GPU")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_unwritable("--out", args.out, directory=True)
     registry = default_registry()
     cells = select(args, registry)
-    ran: dict[str, dict[str, tuple[float, float, str]]] = {}
+    ran: Ran = {}
     failures: list[str] = []
     card = ""
     if torch.cuda.is_available() and not args.recorded:
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.table(report.lines(rows))
         console.say(report.LEGEND)
+        for sentence in report.refusals(rows):
+            console.say(sentence)
         console.say(
             f"\nselection from the last {selection.QUERIES} of {selection.LENGTH:,} tokens, against float32 scores; "
             "attention kept: the share of dense attention inside the chosen blocks"
@@ -83,23 +85,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(
     cells: Sequence[Cell], registry: Registry, args: argparse.Namespace
-) -> tuple[dict[str, dict[str, tuple[float, float, str]]], list[str], str]:
-    """The errors of a small case of each kernel for the GPU present, by cell; what failed; and the card."""
+) -> tuple[dict[tuple[str, str], dict[str, tuple[float, float, str]]], list[str], str]:
+    """The errors of a small case of each kernel for the GPU present, by cell and layout; what failed; and the card."""
     import torch
 
     from msa_tiles import trees
+    from msa_tiles.matrix import layouts
     from msa_tiles.runtime.facts import device_facts
     from msa_tiles.spec import load
     from msa_tiles.verify import runner
-    from msa_tiles.verify.cases import cases, smallest
+    from msa_tiles.verify.cases import cases
 
     device = torch.device("cuda")
     facts = device_facts(device, registry.targets.values())
     there = without_missing(cell for cell in cells if cell.target == facts.target)
     specs = load(*trees.specs_dirs())
-    grid = [(cell, smallest(cases(cell, specs), POINTS)) for cell in there]
+    grid = [(cell, layouts.samples(cases(cell, specs))) for cell in there]
     console.note(f"{counted(len(grid), 'cell')} run on {facts}")
-    ran: dict[str, dict[str, tuple[float, float, str]]] = {}
+    ran: dict[tuple[str, str], dict[str, tuple[float, float, str]]] = {}
     failures: list[str] = []
     due: list[Any] = [case for _, found in grid for case in found]
     results = runner.sample(grid, device, seed=lambda: random.randrange(1 << 31))
@@ -107,7 +110,7 @@ def _run(
         if result.failure is not None:
             failures.append(f"{result.case} (seed {result.seed}): {result.failure}")
             continue
-        ran[result.case.cell.id] = {
+        ran[result.case.cell.id, layouts.of_case(result.case)] = {
             output: (error.worst, error.accepted, error.metric) for output, error in result.errors.items()
         }
     return ran, failures, f"here, {facts.name}"

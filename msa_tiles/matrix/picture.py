@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.matrix.selection import KINDS, Cost
-from msa_tiles.matrix.walk import STATUSES, Entry
+from msa_tiles.matrix.walk import REFUSED, STATUSES, Entry
 
 COLOURS = {
     "verified": "#1a7f37",
@@ -25,6 +25,7 @@ def draw(path: Path, entries: Sequence[Entry], costs: Sequence[Cost]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
+    entries = [entry for entry in entries if entry.status != REFUSED]
     ops = list(dict.fromkeys(entry.cell.op for entry in entries))
     columns = sorted({(entry.cell.target, entry.cell.dsl, entry.cell.precision) for entry in entries})
     figure = Figure(figsize=(7 + 0.34 * len(columns) + 4, 2.6 + 0.3 * max(len(ops), 12)), layout="constrained")

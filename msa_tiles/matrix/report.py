@@ -8,26 +8,35 @@ from typing import Any
 from msa_tiles.matrix.selection import Cost
 from msa_tiles.matrix.torch_errors import torch_error
 from msa_tiles.matrix.walk import Entry
+from msa_tiles.verify.compare import TIMES
 
-HEADING = ("operator", "DSL", "target", "precision", "layout", "status", "worst error", "accepted", "torch", "from")
+HEADING = (
+    "operator", "DSL", "target", "precision", "layout", "status", "worst error", "accepted", "beside torch", "torch",
+    "from",
+)  # fmt: skip
 LEGEND = (
     "worst error: largest of the outputs, with the one it is of, as `msa-tiles verify` measures it (`from`: where;\n"
-    "* of an earlier one); accepted: the tolerance of the spec; torch: what the same computation in bfloat16 on the\n"
-    "dequantised inputs is off by, on one drawn case on the CPU; simulated: by this machine's simulator"
+    "* of an earlier one); accepted: the tolerance of the spec; beside torch: the error in times of that which the\n"
+    "same computation in bfloat16 makes on the same inputs, of which 2 are accepted; torch: what that is off by on\n"
+    "one drawn case on the CPU; simulated: by this machine's simulator; interleaved: scales of values, above linear\n"
+    "ones of keys"
 )
 COSTS = ("precision", "inputs", "blocks as float32", "attention kept", "by float32's choice")
 
-# cell id -> output -> worst, accepted, metric, of a run on this machine.
-Ran = Mapping[str, Mapping[str, tuple[float, float, str]]]
+# cell id and how keys lie -> output -> worst, accepted, metric, of a run on this machine.
+Ran = Mapping[tuple[str, str], Mapping[str, tuple[float, float, str]]]
 
 
 def describe(entry: Entry, ran: Ran, card: str) -> dict[str, Any]:
     """An entry as JSON. Errors come from a run on this machine where there is one, else from the record."""
     cell = entry.cell
-    if cell.id in ran:
+    here = ran.get((cell.id, entry.layout.keys))
+    if entry.layout.refusal:
+        errors = []
+    elif here is not None:
         errors = [
             {"output": output, "worst": worst, "accepted": accepted, "metric": metric, "from": card, "current": True}
-            for output, (worst, accepted, metric) in ran[cell.id].items()
+            for output, (worst, accepted, metric) in here.items()
         ]
     else:
         errors = [
@@ -48,8 +57,9 @@ def describe(entry: Entry, ran: Ran, card: str) -> dict[str, Any]:
         "target": cell.target,
         "precision": cell.precision,
         "group": entry.group,
-        "layout": entry.layout,
+        "layout": str(entry.layout),
         "status": entry.status,
+        "refusal": entry.layout.refusal or None,
         "errors": errors,
         "torch_error": torch_error(cell.op, cell.precision),
     }
@@ -59,13 +69,17 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
     """Rows of a table, the heading first: of each entry the output that is nearest to what is accepted."""
     table: list[Sequence[str]] = [HEADING]
     for row in rows:
-        error = max(row["errors"], key=_used, default=None)
-        torch_words = "" if row["torch_error"] is None else f"{row['torch_error']:.2g}"
-        shown = ("", "", torch_words, "")
+        error = max((error for error in row["errors"] if error["metric"] != TIMES), key=_used, default=None)
+        times = max((error["worst"] for error in row["errors"] if error["metric"] == TIMES), default=None)
+        of_torch = (
+            "" if times is None else f"{times:.2g}",
+            "" if row["torch_error"] is None else f"{row['torch_error']:.2g}",
+        )
+        shown = ("", "", *of_torch, "")
         if error is not None:
             mark = "" if error["current"] else "*"
             accepted = "" if error["accepted"] is None else f"{error['accepted']:g}"
-            shown = (f"{error['worst']:.2g}{mark} {error['output']}", accepted, torch_words, error["from"])
+            shown = (f"{error['worst']:.2g}{mark} {error['output']}", accepted, *of_torch, error["from"])
         table.append((*(row[name] for name in ("op", "dsl", "target", "precision", "layout", "status")), *shown))
     return table
 
@@ -74,6 +88,15 @@ def _used(error: Mapping[str, Any]) -> tuple[float, float]:
     """How much of its tolerance an error uses; where 0 is all that is accepted, the error itself counts."""
     accepted = error["accepted"]
     return (error["worst"] / accepted if accepted else error["worst"], error["worst"])
+
+
+def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One sentence for each reason of a refusal, with the layouts of which operators it is about."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["refusal"] is not None:
+            found.setdefault(row["refusal"], []).append(f"{row['op']} ({row['layout']})")
+    return [f"refused: {reason}: {', '.join(dict.fromkeys(places))}" for reason, places in found.items()]
 
 
 def cost_lines(costs: Iterable[Cost]) -> list[Sequence[str]]:

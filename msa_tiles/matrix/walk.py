@@ -7,37 +7,39 @@ from dataclasses import dataclass
 
 from msa_tiles import trees
 from msa_tiles.commands.support import is_generated
+from msa_tiles.matrix.layouts import Layout, of_cell
 from msa_tiles.runtime import evidence
 from msa_tiles.runtime.accuracy import Accuracy, accuracies
 from msa_tiles.runtime.registry import Cell, Registry
 from msa_tiles.spec import Specs, load
 
-FLAT, PAGED, WITHOUT = "flat", "paged", "-"
 STATUSES = ("verified", "simulated", "compiled", "generated", "out of date")
 """From the strongest evidence to none."""
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell in one layout of its keys (`-`: it has none), with its evidence.
+    """A cell in one layout of its keys and of their scales, with its evidence.
 
-    `date` and `card` are of the run that verified it as it is now, empty elsewhere; `errors` are the worst ones of each
-    output on record, of an earlier kernel too.
+    `status` is "refused" where the cell refuses such calls. `date` and `card` are of the run that verified it as it is
+    now, empty elsewhere; `errors` are the worst ones of each output on record, of an earlier kernel too.
     """
 
     cell: Cell
     group: str
-    layout: str
+    layout: Layout
     status: str
     date: str
     card: str
     errors: tuple[Accuracy, ...]
 
 
-def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None) -> list[Entry]:
+def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None, scales: bool = True) -> list[Entry]:
     """The entries of these cells, all where none are named, in the registry's order.
 
-    `here` counts what this machine knows besides what is on record: which kernels its simulator has run.
+    `here` counts what this machine knows besides what is on record: which kernels its simulator has run. Without
+    `scales`, layouts of scales are not told apart, nor is it asked which of them are refused, which takes seconds.
     """
     verified, compiled = evidence.verified_of(registry), evidence.compiled_of(registry)
     entries = []
@@ -59,24 +61,14 @@ def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None)
                 cell,
                 registry.group_of(cell.precision),
                 layout,
-                status,
+                REFUSED if layout.refusal else status,
                 str(record.get("date", "")),
                 str(record.get("card", "")),
                 errors,
             )
-            for layout in layouts_of(cell)
+            for layout in of_cell(cell, registry, scales)
         ]
     return entries
-
-
-def layouts_of(cell: Cell) -> tuple[str, ...]:
-    """How keys of its calls may lie: by its compile-time dim of pages; in pages where rows are written there."""
-    if cell.op.startswith("append_"):
-        return (PAGED,)
-    pages = cell.variants.get("pages_per_block")
-    if pages is None:
-        return (WITHOUT,)
-    return tuple(layout for layout, held in ((FLAT, 0 in pages), (PAGED, any(pages))) if held)
 
 
 def groups_of(entries: Iterable[Entry], specs: Specs | None = None) -> list[str]:

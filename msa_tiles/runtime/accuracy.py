@@ -16,8 +16,9 @@ class Accuracy(NamedTuple):
     """The worst error of one output of a cell, against the reference in float32 on the same (dequantised) inputs.
 
     `metric` is ``absolute``, ``absolute / scale`` (over the largest scale of the token or head, where keys and values
-    have scales) or ``equal`` (every element is); `accepted` is None where it is not on record. `current` says whether
-    the kernel has the code that was measured.
+    have scales), ``equal`` (every element is) or ``times torch's`` (over the error that torch makes on the same inputs
+    in bfloat16); `accepted` is None where it is not on record. `current` says whether the kernel has the code that was
+    measured.
     """
 
     cell: str

@@ -13,6 +13,10 @@ from msa_tiles.verify.cases import Disagreement
 # What an error is: the largest difference from the reference in float32, the same over the scale of the values (per
 # token or head, where a precision has scales), or none, since every element must be equal.
 ABSOLUTE, OVER_SCALE, EQUAL = "absolute", "absolute / scale", "equal"
+# How many times the error that torch makes on the same inputs, where it computes the same in bfloat16.
+TIMES, MOST_TIMES = "times torch's", 2.0
+ENOUGH = 64  # finite elements: of fewer, torch's rounding may happen to be exact
+FLOAT32 = 2.0**-20  # of the largest element: no less than that counts as torch's error
 
 
 class Error(NamedTuple):
@@ -53,6 +57,35 @@ def numbers(name: str, got: Tensor, wanted: Tensor, tolerance: float, metric: st
         where = _first(error == error.max())
         raise Disagreement(f"{name}: error {worst:.3g} at {where}, accepted {tolerance:.3g}")
     return {name: Error(worst, tolerance, metric)}
+
+
+def beside_torch(name: str, got: Tensor, wanted: Tensor, rounded: Tensor) -> Errors:
+    """The worst error among finite elements, counted in the worst of torch's: ``rounded`` is what that makes of them.
+
+    Nothing is said of few elements. Raises Disagreement for more than MOST_TIMES.
+    """
+    of_torch = error_of(rounded, wanted)
+    return {} if of_torch is None else times_torch(name, _largest(got, wanted), of_torch)
+
+
+def error_of(rounded: Tensor, wanted: Tensor) -> float | None:
+    """The worst error of what torch makes in bfloat16; None for few elements."""
+    finite = torch.isfinite(wanted)
+    if int(finite.sum()) < ENOUGH:
+        return None
+    return max(_largest(rounded, wanted), FLOAT32 * float(torch.where(finite, wanted, 0.0).abs().max()))
+
+
+def _largest(got: Tensor, wanted: Tensor) -> float:
+    return float(torch.where(torch.isfinite(wanted), got.to(wanted.dtype) - wanted, 0.0).abs().max())
+
+
+def times_torch(name: str, worst: float, of_torch: float) -> Errors:
+    """An error, counted in torch's on the same inputs. Raises Disagreement for more than MOST_TIMES."""
+    if worst > MOST_TIMES * of_torch:
+        accepted = f"{MOST_TIMES * of_torch:.3g}, {MOST_TIMES:g} times that of the same in bfloat16"
+        raise Disagreement(f"{name}: error {worst:.3g}, accepted {accepted}")
+    return {f"{name}, beside torch": Error(worst / of_torch if worst else 0.0, MOST_TIMES, TIMES)}
 
 
 def same(name: str, got: Tensor, wanted: Tensor) -> Errors:

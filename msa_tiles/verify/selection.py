@@ -66,7 +66,8 @@ class IndexScore:
         # Of a head with small scales, small errors count.
         unit = unit_of_scores(self.scales, self.shape, wanted.device)
         metric = compare.OVER_SCALE if self.scales else compare.ABSOLUTE
-        return compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"], metric)
+        errors = compare.numbers("out", outputs[0] / unit, wanted / unit, self.case.tolerance["out"], metric)
+        return errors | compare.beside_torch("out", outputs[0] / unit, wanted / unit, wanted.bfloat16() / unit)
 
 
 def unit_of_scores(scales: Mapping[str, Tensor], shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -178,7 +179,7 @@ class SelectBlocks:
         groups = (self.shape[0], -1)
         unit = unit_of_scores(self.scales, scores.shape, scores.device).unflatten(0, groups).amax(1)
         scores = scores.unflatten(0, groups).nan_to_num(nan=-torch.inf).amax(1) / unit
-        return compare.selections(
+        errors = compare.selections(
             "out",
             outputs[0],
             wanted,
@@ -188,6 +189,10 @@ class SelectBlocks:
             2 * self.case.score_tolerance,
             compare.OVER_SCALE if self.scales else compare.ABSOLUTE,
         )
+        # Blocks that torch's scores choose may be worse by what these are off by.
+        of_torch = compare.error_of(scores.bfloat16(), scores)
+        [worst] = errors.values()
+        return errors if of_torch is None else errors | compare.times_torch("out", worst.worst, of_torch)
 
     def _forced(self, num_blocks: int) -> Tensor:
         """[T, NB]: the init and local blocks of each query."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -12,40 +13,109 @@ from msa_tiles import paths, reference
 from msa_tiles.bench import agreement
 from msa_tiles.cli import main
 from msa_tiles.commands import matrix as command
-from msa_tiles.matrix import picture, report, selection, torch_errors, walk
+from msa_tiles.matrix import layouts, picture, report, selection, torch_errors, walk
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.spec import load
+from msa_tiles.verify import compare
+from msa_tiles.verify.cases import Disagreement, cases
+from msa_tiles.verify.inputs import Source
+from msa_tiles.verify.operators import CHECKS
 
 pytestmark = pytest.mark.matrix
 
 REGISTRY = default_registry()
 SPECS = load(paths.specs_dir())
-ENTRIES = walk.walk(REGISTRY, here=False)
+
+
+@functools.cache
+def entries() -> list[walk.Entry]:
+    return walk.walk(REGISTRY, here=False)
 
 
 def test_the_walk_has_every_cell_in_every_layout_of_its_keys() -> None:
-    assert {entry.cell.id for entry in ENTRIES} == {cell.id for cell in REGISTRY.cells}
-    found = {(entry.cell.id, entry.layout) for entry in ENTRIES}
-    assert len(found) == len(ENTRIES)
+    assert {entry.cell.id for entry in entries()} == {cell.id for cell in REGISTRY.cells}
+    found = {(entry.cell.id, str(entry.layout)) for entry in entries()}
+    assert len(found) == len(entries())
     for cell in REGISTRY.select(op="sparse_decode"):
-        assert {layout for name, layout in found if name == cell.id} == {"flat", "paged"}
-    [topk] = {entry.layout for entry in ENTRIES if entry.cell.op == "topk_select"}
+        keys = {entry.layout.keys for entry in entries() if entry.cell == cell}
+        assert keys == {layouts.FLAT, layouts.OF_BLOCKS, layouts.SMALLER}
+    [topk] = {str(entry.layout) for entry in entries() if entry.cell.op == "topk_select"}
     assert topk == "-"
+    apart = walk.walk(REGISTRY, here=False, scales=False)
+    assert {(entry.cell.id, entry.layout.keys) for entry in apart} == {
+        (name, layout.split(",")[0]) for name, layout in found
+    }
+    assert not any(entry.layout.scales or entry.status == walk.REFUSED for entry in apart)
+
+
+def test_what_scales_are_refused_is_asked_of_the_operators() -> None:
+    """Keys of 4 bits in each layout of their scales: interleaved ones are those of values in pages."""
+    packed = [entry for entry in entries() if entry.layout.scales]
+    assert {entry.group for entry in packed} == {"nvfp4", "fp4"}
+    for entry in packed:
+        keys, scales, refusal = entry.layout
+        attends = entry.cell.op in ("sparse_attention", "shared_attention", "sparse_decode")
+        served = scales == "linear" or (
+            scales == "interleaved" and keys != layouts.FLAT and (attends or keys == layouts.CACHE)
+        )
+        assert (refusal == "") == served, (entry.cell.id, entry.layout)
+        assert (entry.status == walk.REFUSED) != served
+        assert scales != "swizzled" or "with_layout" in refusal
+    shown = report.refusals([report.describe(entry, {}, "") for entry in packed])
+    assert any("sparse_decode (flat, swizzled scales)" in line for line in shown)
+
+
+@pytest.mark.parametrize("op", ["index_score", "decode_score", "select_blocks", "sparse_attention", "shared_attention",
+                                "sparse_decode", "combine"])  # fmt: skip
+def test_every_cell_is_compared_with_torch_on_the_same_inputs(op: str) -> None:
+    """In each precision, by the check that `verify` runs on a GPU; an error of more than twice torch's is refused."""
+    for precision in dict.fromkeys(cell.precision for cell in REGISTRY.select(op=op)):
+        cell = REGISTRY.select(op=op, precision=precision)[0]
+        [case, *_] = layouts.samples(
+            case for case in cases(cell, SPECS) if case.workload.values != "integer" and case.dims["total_q"] < 400
+        )
+        check = CHECKS[op](case, Source(torch.device("cpu"), 5, case.workload.values), False, "reference")
+        outputs = check.run(into_buffers=False)
+        [times] = [error for error in check.compare(outputs).values() if error.metric == compare.TIMES]
+        assert times.worst <= times.accepted == 2.0
+        if op != "select_blocks":
+            wrong = outputs[0] + 0.05 * outputs[0].nan_to_num(0.0, 0.0, 0.0).abs().max()
+            with pytest.raises(Disagreement):
+                check.compare((wrong, *outputs[1:]))
+
+
+def test_a_sample_has_every_layout_of_keys() -> None:
+    for cell in REGISTRY.select(target="sm90"):
+        found = layouts.samples(cases(cell, SPECS))
+        wanted = {entry.layout.keys for entry in entries() if entry.cell == cell}
+        assert [layouts.of_case(case) for case in found] == list(dict.fromkeys(map(layouts.of_case, found)))
+        assert set(map(layouts.of_case, found)) == wanted, cell.id
+
+
+def test_more_than_twice_torchs_error_is_refused() -> None:
+    wanted = torch.linspace(-3.0, 3.0, 100)
+    of_torch = compare.error_of(wanted.bfloat16(), wanted)
+    assert of_torch == pytest.approx(2.0**-7, rel=0.2)
+    [error] = compare.beside_torch("out", wanted + 1.9 * of_torch, wanted, wanted.bfloat16()).values()
+    assert error.worst == pytest.approx(1.9, rel=1e-3) and error.accepted == 2.0
+    with pytest.raises(Disagreement, match="2 times that of the same in bfloat16"):
+        compare.beside_torch("out", wanted + 2.1 * of_torch, wanted, wanted.bfloat16())
+    assert compare.beside_torch("out", wanted[:9] + 1.0, wanted[:9], wanted[:9]) == {}  # too few to tell
 
 
 @pytest.mark.parametrize("cell", REGISTRY.cells, ids=lambda cell: cell.id)
 def test_every_cell_is_what_its_spec_says_and_has_tolerances(cell) -> None:
-    [status] = {entry.status for entry in ENTRIES if entry.cell == cell}
+    [status] = {entry.status for entry in entries() if entry.cell == cell} - {walk.REFUSED}
     assert status in walk.STATUSES and status != "out of date"
     assert SPECS.operators[cell.op].tolerance[cell.precision]
-    for entry in ENTRIES:
+    for entry in entries():
         if entry.cell == cell and entry.status == "verified":
             assert entry.date and entry.card and entry.errors
             assert all(error.accepted is None or error.worst <= error.accepted for error in entry.errors)
 
 
 def test_no_status_is_stronger_than_its_record(monkeypatch) -> None:
-    [entry] = [entry for entry in ENTRIES if entry.cell.id == "topk_select.tilelang.sm90.bf16"]
+    [entry] = [entry for entry in entries() if entry.cell.id == "topk_select.tilelang.sm90.bf16"]
     monkeypatch.setattr(walk.evidence, "verified_of", lambda registry: {})
     monkeypatch.setattr(walk.evidence, "is_simulated", lambda cell: True)
     assert walk.walk(REGISTRY, here=True, cells=[entry.cell])[0].status == "simulated"
@@ -57,8 +127,8 @@ def test_no_status_is_stronger_than_its_record(monkeypatch) -> None:
 
 
 def test_groups_come_in_the_order_of_the_specs() -> None:
-    assert walk.groups_of(ENTRIES) == ["bf16", "fp8", "nvfp4", "fp4"]
-    some = [entry for entry in ENTRIES if entry.group != "fp8"]
+    assert walk.groups_of(entries()) == ["bf16", "fp8", "nvfp4", "fp4"]
+    some = [entry for entry in entries() if entry.group != "fp8"]
     assert walk.groups_of(some) == ["bf16", "nvfp4", "fp4"]
 
 
@@ -134,7 +204,9 @@ def test_what_runs_here_goes_before_the_record(quick, monkeypatch, capsys) -> No
     cell = REGISTRY.select(op="combine", dsl="tilelang", target="sm90")[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        command, "_run", lambda *_: ({cell.id: {"out": (0.5, 0.02, "absolute")}}, ["combine: wrong"], "here, a card")
+        command,
+        "_run",
+        lambda *_: ({(cell.id, "-"): {"out": (0.5, 0.02, "absolute")}}, ["combine: wrong"], "here, a card"),
     )
     assert main(["matrix", "--op", "combine", "--target", "sm90"]) == 1
     shown = capsys.readouterr()
@@ -144,12 +216,13 @@ def test_what_runs_here_goes_before_the_record(quick, monkeypatch, capsys) -> No
 
 
 def test_a_line_shows_the_error_that_uses_most_of_its_tolerance() -> None:
-    [entry] = [entry for entry in ENTRIES if entry.cell.id == "combine.tilelang.sm90.bf16"]
-    ran = {entry.cell.id: {"lse": (4e-4, 5e-4, "absolute"), "out": (0.01, 0.02, "absolute")}}
+    [entry] = [entry for entry in entries() if entry.cell.id == "combine.tilelang.sm90.bf16"]
+    ran = {(entry.cell.id, "-"): {"lse": (4e-4, 5e-4, "absolute"), "out": (0.01, 0.02, "absolute")}}
+    ran[entry.cell.id, "-"]["out, beside torch"] = (1.75, 2.0, compare.TIMES)
     [_, line] = report.lines([report.describe(entry, ran, "here")])
-    assert line[6:] == ("0.0004 lse", "0.0005", "", "here")
+    assert line[6:] == ("0.0004 lse", "0.0005", "1.8", "", "here")
 
 
 def test_the_picture_is_of_all_cells(tmp_path, costs) -> None:
-    picture.draw(tmp_path / "all.png", ENTRIES, costs)
+    picture.draw(tmp_path / "all.png", entries(), costs)
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")

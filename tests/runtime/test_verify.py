@@ -130,18 +130,20 @@ def test_a_case_is_run_by_its_own_cell(
 
 def test_errors_are_named_by_output_and_metric(specs: spec.Specs) -> None:
     """Whatever an operator is compared in, what is kept says which output it is of, in what, and what was accepted."""
+    times = {"out, beside torch": compare.TIMES}
     for op, precision, wanted in (
-        ("sparse_attention", "bf16", {"out": compare.ABSOLUTE, "lse": compare.ABSOLUTE}),
-        ("sparse_attention", "q16kv8", {"out": compare.OVER_SCALE, "lse": compare.ABSOLUTE}),
-        ("index_score", "q8k8", {"out": compare.OVER_SCALE}),
+        ("sparse_attention", "bf16", {"out": compare.ABSOLUTE, "lse": compare.ABSOLUTE, **times}),
+        ("sparse_attention", "q16kv8", {"out": compare.OVER_SCALE, "lse": compare.ABSOLUTE, **times}),
+        ("index_score", "q8k8", {"out": compare.OVER_SCALE, **times}),
         ("topk_select", "bf16", {"out": compare.EQUAL}),
         ("build_schedule", "bf16", {"edges": compare.EQUAL}),
     ):
-        case = small_cases(op, specs, precision)[0]
+        case = next(case for case in small_cases(op, specs, precision) if case.dims["total_q"] > 2)
         errors = runner.run_case(case, CPU, seed=3, backend="reference")
         assert {name: error.metric for name, error in errors.items()} == wanted, op
         for name, error in errors.items():
-            assert 0 <= error.worst <= error.accepted == case.tolerance.get(name, 0), (op, name)
+            accepted = 2.0 if name in times else case.tolerance.get(name, 0)
+            assert 0 <= error.worst <= error.accepted == accepted, (op, name)
     assert sum(case.workload.values != "integer" for case in small_cases("select_blocks", specs))
 
 
