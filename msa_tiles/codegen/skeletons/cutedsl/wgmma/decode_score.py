@@ -5,39 +5,48 @@ request after request, tile after tile, block after block, and every CTA takes a
 whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries of a request with all their index heads.
 
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
-work on 64 rows however few of them hold a query.
+work on 64 rows however few of them hold a query.  # % if not precision.decoded
+multiply keys, as the 64 rows of the tensor cores, with eight queries at a time.  # % if precision.decoded
 """
 
-# % set widened = precision.query.element != precision.multiply
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
+import cutlass.utils.hopper_helpers as hopper  # % if not precision.decoded
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # % if not precision.decoded
+from cutlass.cute.nvgpu import warpgroup  # % if precision.decoded
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum  # % if not precision.decoded
 
-from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma
+from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma  # % if not precision.decoded
+from msa_tiles.dsl.cutedsl import column_maxima, query_columns, scores, tma, wgmma  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.decoding import decode_bf16  # % if widened
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
-from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following  # % if not precision.decoded
+from msa_tiles.dsl.cutedsl.pipeline import following  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
-from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide
+from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide  # % if not precision.decoded
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
 from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares, warps
 
 STAGES = 3  # <- tile.stages
+# % if precision.decoded
+CTAS = 3  # <- tile.ctas
+PRODUCER_REGISTERS = 24  # <- tile.producer_registers
+CONSUMER_REGISTERS = 136  # <- tile.consumer_registers
+STORED = "bfloat16"  # <- precision.query.element
+# % endif
 WARPS = 4  # of the consumer warpgroup
 GROUP = 128  # threads of it
-WARP_ROWS = 16  # of a tile
-SWIZZLED = 8  # times 16 bytes, which a swizzle moves about
+WARP_ROWS = 16  # of a tile  # % if not precision.decoded
+SWIZZLED = 8  # times 16 bytes, which a swizzle moves about  # % if not precision.decoded
 
 
 def decode_score(
@@ -60,7 +69,6 @@ def decode_score(
     # % if precision.decoded
     Keys come in bytes with the scales of their groups, and are decoded. Products are multiplied by q_scale [total_q,
     num_index_heads], where it is to be used, and by the first element of the keys' global scale, if they have one.
-    Queries of e4m3 become bfloat16.  # % if widened
     # % endif
 
     Returns the entry point and stand-ins for its arguments.
@@ -77,23 +85,45 @@ def decode_score(
 @declares
 def cta(head_dim, block_size, pages_per_block, **scales):
     """What a thread block is made of."""
+    # % if precision.decoded
+    keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", readers="consumer", **scales)
+    # % else
     keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"), **scales)
+    # % endif
     return Table(
         roles=(
+            # % if precision.decoded
+            Role(
+                "consumer", WARPS, "loads the rows of a tile, S^T = K Q^T one block at a time, column maxima, stores",
+                CONSUMER_REGISTERS,
+            ),
+            Role(
+                "producer", 1, "streams the index keys, one block a stage; its lanes look up the pages of 32 blocks",
+                PRODUCER_REGISTERS,
+            ),
+            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups", PRODUCER_REGISTERS),
+            # % else
             Role(
                 "consumer", WARPS,
                 "loads the rows of a tile, S = Q K^T one block at a time, row maxima, stores",
             ),
             Role("producer", 1, "streams the index keys, one block a stage; its lanes look up the pages of 32 blocks"),
-            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups"),  # % if not precision.decoded
-            Role("decoder", WARPS - 1, "makes tiles of the bytes that come"),  # % if precision.decoded
+            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups"),
+            # % endif
         ),
         pipelines=keys.pipelines,
         buffers=(
+            # % if precision.decoded
+            *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),
+            buffer("limits", "int32", rows=ROWS, note="the last key that a query sees"),
+            buffer("factors", "float32", rows=ROWS, note="of all products of a query"),
+            *column_maxima.buffers(),
+            # % else
             buffer(
                 "queries", index_key.multiplied(), align=1024, note="swizzled, in panels of 128 bytes",
                 rows=ROWS, head_dim=head_dim,
             ),
+            # % endif
             *keys.buffers,
         ),
     )  # fmt: skip
@@ -110,29 +140,57 @@ class Lengths(NamedTuple):
     max_blocks: Any
 
 
+# % if precision.decoded
+class Tile(NamedTuple):
+    """What the consumers keep of a tile of queries in shared memory, and where they meet."""
+
+    queries: Any
+    powers: Any
+    limits: Any
+    factors: Any
+    maxima: Any
+
+
+# % endif
 class DecodeScore:
     """
     # <- cta
 
+    # % if precision.decoded
+    CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn.
+    Queries are columns of S^T, eight to a product; where a tile has more, a block that is decoded is multiplied with one
+    eight after the other. What warps found of a block meets in shared memory, many blocks at a time. Each warp that is
+    not idle finds the CTA's run by itself, 32 requests at a time.
+
+    # <- IndexKeys of operands.index_key
+    # % else
     Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
+    # % endif
     """
 
     def __init__(self, head_dim, block_size, pages_per_block, **scales):
         self.cta = cta(head_dim, block_size, pages_per_block, **scales)
+        # % if precision.decoded
+        self.keys = index_key.IndexKeys(
+            "k", self.cta, head_dim, block_size, pages_per_block, readers="consumer", **scales
+        )
+        self.columns = query_columns.Columns(ROWS, head_dim, ELEMENTS[STORED], self.keys.element, GROUP)
+        # % else
         self.keys = index_key.IndexKeys("k", self.cta, head_dim, block_size, pages_per_block, **scales)
         self.element = self.keys.element
+        # % endif
         self.head_dim = head_dim
         self.block_size = block_size
         self.pages_per_block = pages_per_block
-        self.panel = tma.panel_columns(self.element, head_dim)
+        self.panel = tma.panel_columns(self.element, head_dim)  # % if not precision.decoded
 
     def arguments(self):
         """Stand-ins for cute.compile: tensors, scalars and the stream, in the order of `__call__`."""
         total_q, heads = cute.sym_int(), cute.sym_int()
         return (
-            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),  # % if not widened
-            stand_in(cutlass.Float8E4M3FN, total_q, heads, self.head_dim, align=tma.BYTES),  # % if widened
+            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),  # % if not precision.decoded
+            stand_in(ELEMENTS[STORED], total_q, heads, self.head_dim, align=tma.BYTES),  # % if precision.decoded
             stand_in(Float32, total_q, heads, last=cute.sym_int64()),  # % if precision.scale
             *self.keys.arguments(),
             stand_in(Int32, cute.sym_int(), cute.sym_int()),
@@ -177,9 +235,16 @@ class DecodeScore:
             keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, causal,
         ).launch(
+            # % if precision.decoded
+            # The caller has two for each multiprocessor.
+            grid=(num_ctas * CTAS // 2, 1, 1),
+            block=(self.cta.threads, 1, 1),
+            min_blocks_per_mp=CTAS,
+            # % else
             grid=(num_ctas, 1, 1),
             block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=2,
+            # % endif
             # Stated, because the compiler would ask the GPU of this machine otherwise.
             preferred_smem_carveout=100,
             use_pdl=True,
@@ -195,26 +260,41 @@ class DecodeScore:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         producer = self.cta.first_warp("producer")
         memory = SmemAllocator()
+        # % if precision.decoded
+        q_layout = self.columns.layout()
+        # % else
         tiler = (ROWS, self.block_size, self.head_dim)
         q_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, self.element, 1)
+        # % endif
         buffers = make_buffers(self.cta, memory, {"queries": q_layout, **self.keys.layouts()})
         barriers = make_barriers(self.cta, memory, self.keys.atoms(stored))
+        # % if precision.decoded
+        found = [buffers[name] for name in ("queries", "powers", "limits", "factors", "maxima")]
+        tile, held = Tile(*found), self.keys.held(buffers, barriers)
+        # % else
         queries, held = buffers["queries"], self.keys.held(buffers, barriers)
+        # % endif
         # What the kernel before wrote is there from here on; the one behind may come up and wait in turn.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, ROWS // Int32(idx_q.shape[1]), Int32(out.shape[2])
         )
+        # % if precision.decoded
+        if warp >= producer:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == producer:
+                self.produce(stored, held, page_table, lengths, self.find_run(lengths))
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            run = self.find_run(lengths)
+            self.consume(stored, held, idx_q, scales, q_positions, tile, lengths, run, use_positions, causal, out)
+        # % else
         if warp == producer:
             self.produce(stored, held, page_table, lengths, self.find_run(lengths))
         elif warp < producer:
             run = self.find_run(lengths)
             self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
-        # % if precision.decoded
-        else:
-            decoders = self.cta.first_warp("decoder")
-            self.keys.decode_blocks(held, self.find_run(lengths)[0], warp - decoders, WARPS - 1)
         # % endif
 
     @cute.jit
@@ -309,6 +389,109 @@ class DecodeScore:
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
 
+    # % if precision.decoded
+    @cute.jit
+    def consume(
+        self, stored: tuple, held: tuple, idx_q: cute.Tensor, scales, q_positions: cute.Tensor, tile: Tile,
+        lengths: Lengths, run, use_positions: Int32, causal: Int32, out: cute.Tensor,
+    ):  # fmt: skip
+        """A consumer warp, of rows 16 warp to 16 warp + 15 of every 64 keys."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        member = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        heads = Int32(idx_q.shape[1])
+        score = self.keys.product(query_columns.COLUMNS)
+        operand = self.keys.operand(score, held)
+        right_operand = wgmma.operand_b(score, tile.queries)
+        S = self.keys.accumulator(score, query_columns.COLUMNS)
+        first_row = self.keys.row_of(member, lane, 0)
+        left, request, number, first_block, length, tiles, blocks = run
+        stage = Int32(0)
+        phase = Int32(0)
+        turn = Int32(0)
+        self.columns.clear(tile.queries, thread)
+        while left > 0:
+            taken = cutlass.min(left, blocks - first_block)
+            end_token = lengths.cu_seqlens_q[request + 1]
+            first_token = lengths.cu_seqlens_q[request] + number * lengths.tile_queries
+            rows = cutlass.min(end_token - first_token, lengths.tile_queries) * heads
+            groups = (rows + query_columns.COLUMNS - 1) // query_columns.COLUMNS
+            self.meet()
+            self.columns.bring(idx_q, tile.queries, tile.powers, first_token, rows, thread)
+            self.meet()
+            self.keys.prepare(self.columns.by_rows(tile.queries), thread)
+            least = self.note_rows(
+                stored, scales, q_positions, tile, first_token, end_token, rows, heads, length, use_positions, causal,
+                thread,
+            )  # fmt: skip
+            full_blocks = cutlass.max(least + 1, 0) // self.block_size
+            slot = Int32(0)
+            written = Int32(0)
+            for block in cutlass.range(first_block, first_block + taken, unroll=1):
+                keys = self.keys.take(operand, held, stage, phase, None, thread)
+                for group in cutlass.range(groups, unroll=1):
+                    self.keys.multiply(score, S, keys, right_operand[None, None, None, group])
+                    warpgroup.wait_group(0)
+                    if group == groups - 1:
+                        self.keys.release(held, stage)
+                    column_maxima.fold(
+                        S, tile.limits, query_columns.COLUMNS * group, block * self.block_size + first_row,
+                        block >= full_blocks, member, lane, tile.maxima[turn, slot, None, None],
+                    )  # fmt: skip
+                    slot = slot + 1
+                    if (slot == column_maxima.SLOTS) | ((block == first_block + taken - 1) & (group == groups - 1)):
+                        self.emit(tile, turn, slot, written, groups, rows, heads, first_token, first_block, thread, out)
+                        written = written + slot
+                        slot = Int32(0)
+                        turn = turn ^ 1
+                stage, phase = following(stage, phase, STAGES)
+            left = left - taken
+            first_block = Int32(0)
+            request, number, length, tiles, blocks = self.advance(
+                lengths, left, request, number, length, tiles, blocks
+            )
+
+    def meet(self):
+        """Until all consumers are here."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+
+    @cute.jit
+    def note_rows(
+        self, stored: tuple, scales, q_positions: cute.Tensor, tile: Tile, first_token: Int32, end_token: Int32,
+        rows: Int32, heads: Int32, length: Int32, use_positions: Int32, causal: Int32, thread: Int32,
+    ):  # fmt: skip
+        """What a tile's queries see and are multiplied with, for all consumers; the last key that all of them see."""
+        least = length - 1
+        for first in cutlass.range_constexpr(0, ROWS, WARP):
+            row = first + thread % WARP
+            token = cutlass.min(first_token + row // heads, end_token - 1)
+            limit = length - 1
+            if causal != 0:
+                limit = last_visible(q_positions, use_positions, token, end_token, length, length)
+            least = cutlass.min(least, limit)
+            if thread < WARP:
+                tile.limits[row] = limit
+                if row < rows:
+                    tile.factors[row] = self.keys.row_factor(stored, scales, token, row % heads) * tile.powers[row]
+        self.meet()
+        return Int32(cute.arch.warp_redux_sync(least, "min"))
+
+    @cute.jit
+    def emit(
+        self, tile: Tile, turn: Int32, count: Int32, written: Int32, groups: Int32, rows: Int32, heads: Int32,
+        first_token: Int32, first_block: Int32, thread: Int32, out: cute.Tensor,
+    ):  # fmt: skip
+        """The maxima of `count` products, behind `written` ones of the tile, one a thread."""
+        self.meet()
+        slot, column = thread // query_columns.COLUMNS, thread % query_columns.COLUMNS
+        product = written + slot
+        row = product % groups * query_columns.COLUMNS + column
+        if (slot < count) & (row < rows):
+            largest = column_maxima.of_warps(tile.maxima[turn, slot, None, None], column)
+            my_scores = out[row % heads, first_token + row // heads, None]
+            my_scores[first_block + product // groups] = scores.scaled(largest, tile.factors[row])
+
+    # % else
     @cute.jit
     def consume(
         self, stored: tuple, held: tuple, idx_q: cute.Tensor, scales, q_positions: cute.Tensor, queries: cute.Tensor,
@@ -390,12 +573,10 @@ class DecodeScore:
         products depend on another row, and theirs are dropped.
         """
         heads = Int32(idx_q.shape[1])
-        vector = vector_of(self.element)  # % if not widened
-        vector = vector_of(cutlass.Float8E4M3FN)  # % if widened
+        vector = vector_of(self.element)
         chunks = self.head_dim // vector
         passes = ROWS * chunks // GROUP
-        got = cute.make_rmem_tensor((vector, passes), self.element)  # % if not widened
-        got = cute.make_rmem_tensor((vector, passes), cutlass.Float8E4M3FN)  # % if widened
+        got = cute.make_rmem_tensor((vector, passes), self.element)
         # All loads before the first store: they are in flight together.
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
@@ -407,24 +588,10 @@ class DecodeScore:
         for i in cutlass.range_constexpr(passes):
             row = (i * GROUP + thread) // chunks
             if row < rows:
-                copy_wide(got[None, i], self.wide_of_tile(queries, row, thread % chunks))  # % if not widened
-                self.put_widened(got[None, i], queries, row, thread % chunks)  # % if widened
+                copy_wide(got[None, i], self.wide_of_tile(queries, row, thread % chunks))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
 
-    # % if widened
-    @cute.jit
-    def put_widened(self, stored: cute.Tensor, queries: cute.Tensor, row: Int32, place: Int32):
-        """16 values of e4m3 -> as many bfloat16 of a row, exactly: two times 16 bytes."""
-        words = cute.recast_tensor(stored, Int32)
-        for half in cutlass.range_constexpr(2):
-            found = cute.make_rmem_tensor(BYTES // 4, Int32)
-            for i in cutlass.range_constexpr(2):
-                found[2 * i], found[2 * i + 1] = decode_bf16(words[2 * half + i])
-            target = self.wide_of_tile(queries, row, 2 * place + half)
-            copy_wide(found, cute.recast_tensor(target, Int32))
-
-    # % endif
     @cute.jit
     def wide_of_tile(self, queries: cute.Tensor, row: Int32, place: Int32) -> cute.Tensor:
         """The 16 bytes of this number in a row of a tile: like `wide`, for swizzled panels."""
@@ -436,3 +603,4 @@ class DecodeScore:
         start = queries.iterator.toint() + offset * self.element.width // 8
         aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
         return cute.make_tensor(aligned, cute.make_layout(vector))
+    # % endif
