@@ -430,7 +430,9 @@ class DecodeScore:
             for block in cutlass.range(first_block, first_block + taken, unroll=1):
                 keys = self.keys.take(operand, held, stage, phase, None, thread)
                 for group in cutlass.range(groups, unroll=1):
-                    self.keys.multiply(score, S, keys, right_operand[None, None, None, group])
+                    # Said to be uniform, so that its descriptors are made once for a warp.
+                    uniform = cute.arch.make_warp_uniform(group)
+                    self.keys.multiply(score, S, keys, right_operand[None, None, None, uniform])
                     warpgroup.wait_group(0)
                     if group == groups - 1:
                         self.keys.release(held, stage)
