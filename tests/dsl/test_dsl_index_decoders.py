@@ -15,7 +15,7 @@ import test_dsl_index_pipelines as pipelines
 import torch
 from lanes import Int32, Pointer
 from test_dsl_four_bits import DTYPES, LACKING, drawn, each_format, exact, formats, memory, same, swizzled
-from test_dsl_index_pipelines import HELPERS, RUN, Case, Chip, Memory, Stages
+from test_dsl_index_pipelines import HELPERS, Case, Chip, Memory, Stages
 from warps import Anything, Deadlock, changed, load, tables
 
 from msa_tiles.dsl.table import Table, lane, threads, warps
@@ -23,8 +23,6 @@ from msa_tiles.paths import generated_dir
 from msa_tiles.quant import GROUPS
 
 CASES = {
-    "decode_score": Case("decode_score_q16k4", "DecodeScore", "index_nvfp4", "consume", pipelines.FLAT),
-    "decode_score, e4m3 queries": Case("decode_score_q8k4", "DecodeScore", "index_nvfp4", "consume", pipelines.FLAT),
     "index_score": Case("index_score_q16k4", "IndexScore", "index_nvfp4", "score_pairs", pipelines.FLAT),
     "select_blocks": Case(
         "select_blocks_q16k4", "SelectBlocks", "index_nvfp4", "score_pairs", {**pipelines.SELECT, "topk": 16}
@@ -116,10 +114,7 @@ class DecodingChip(Chip):
             memory, names = Rings(self), tables(self)
             buffers = names["make_buffers"](self.kernel.cta, memory, {})
             held = self.kernel.keys.held(buffers, names["make_barriers"](self.kernel.cta, memory, ()))
-            units = pipelines.BLOCKS
-            if self.case.name == "DecodeScore":
-                units = sum(len(blocks) for _, blocks in RUN)
-            self.kernel.keys.decode_blocks(held, units, self.warp - first, DECODERS)
+            self.kernel.keys.decode_blocks(held, pipelines.BLOCKS, self.warp - first, DECODERS)
         else:
             super().go()
 

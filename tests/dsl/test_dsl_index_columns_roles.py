@@ -1,0 +1,166 @@
+"""The roles of decode_score at their barriers where keys of 4 bits are decoded in registers, lane by lane: see `warps`.
+
+Producer and consumers run the source of the kernel and of its operand, as in test_dsl_index_pipelines. What a warp has
+decoded of a stage is read as late as the product with it, so a stage that goes back before its product shows.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_dsl_index_pipelines as pipelines
+from test_dsl_index_decoders import Rings, Stage
+from test_dsl_index_pipelines import FAR, HELPERS, RUN, WARPS, Case, Chip, Product
+from warps import Anything, Deadlock, changed, load, tables
+
+from msa_tiles.dsl.table import Table, lane, threads, warps
+from msa_tiles.paths import generated_dir
+from msa_tiles.quant import GROUPS
+
+CASES = {
+    name: Case(f"decode_score_{name}", "DecodeScore", operand, "consume", pipelines.FLAT)
+    for name, operand in (("q16k4", "nvfp4"), ("q8kmx4", "mxfp4"))
+}
+QUERIES = 16  # of a tile: two products a block
+IMPORTS = ("swap_ab", "warp", "aligned", "byte_of", "column_of", "byte_at", "decode_f16", "decode_bf16", "wide")
+
+
+class ColumnsChip(Chip):
+    """A CTA of decode_score whose consumers decode; with `early` they hand stages back before their products."""
+
+    def __init__(self, case: Case, seed: int, change: Callable[[Table], Table], early: bool) -> None:
+        pipelines.warpgroups.Chip.__init__(self, 2, WARPS, 32, seed)
+        self.case, self.reduced, self.products = case, defaultdict(list), {}
+        module = load(generated_dir() / f"cutedsl/sm90/{case.file}.py", **self.parts_of(case))
+        kernel = self.kernel = module[case.name](**case.dims)
+        self.table = kernel.cta
+        kernel.cta = kernel.keys.table = change(self.table)
+        kernel.emit = lambda *_what: kernel.meet()
+        if early:
+            take, release = kernel.keys.take, kernel.keys.release
+            kernel.keys.take = lambda operand, held, stage, *rest: (
+                take(operand, held, stage, *rest), release(held, stage)
+            )[0]  # fmt: skip
+            kernel.keys.release = lambda *_what: None
+
+    def parts_of(self, case: Case) -> dict[str, Any]:
+        """What the kernel imports: the operand, over what brings and decodes blocks, and the rest of a tile."""
+        chip = self
+
+        class Storage:
+            """Blocks whose boxes are whole stages."""
+
+            groups = 4
+            arrive_with_scales = staticmethod(chip.cp_async_mbarrier_arrive_noinc)
+
+            def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
+                self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
+                self.element = 2
+                self.blocks = types.SimpleNamespace(boxes_of=lambda raw, _stages: raw)
+
+        names = self.names() | dict.fromkeys((*IMPORTS, "Stored", "Float16", "BFloat16", "Float8E4M3FN"), Anything())
+        names["cute"].recast_tensor = lambda tensor, _element: tensor
+        names |= {"BYTES": 16, "Blocks": object, "COLUMNS": 8}
+        packed = {"Storage": Storage, "buffers": load(HELPERS / "packed.py", **names)["buffers"]}
+        names["packed"] = types.SimpleNamespace(**packed)
+        for helper in ("decoded_left", "packed_left"):
+            names[helper] = types.SimpleNamespace(**load(HELPERS / f"{helper}.py", **names))
+        names["packed_index"] = types.SimpleNamespace(IndexKeys=Anything())
+        operand = load(HELPERS / "packed_index_left.py", **names)["IndexKeys"]
+        for name, value in {
+            "pages": lambda *_what: [],
+            "layouts": lambda _self: {},
+            "load_rows": lambda _self, _stored, row, _pages, target: chip.copy_scales(None, row, None, target, 0),
+            "row_factor": lambda *_what: Anything(),
+            "product": lambda *_what: None,
+            "operand": lambda *_what: types.SimpleNamespace(),
+            "accumulator": lambda *_what: chip.accumulator(),
+            "decode_stage": lambda _self, registers, raw, scales, *_what: registers.__dict__.update(of=(raw, scales)),
+            "multiply": lambda _self, _product, into, tile, _right: chip.multiply_late(into, *tile.of),
+            "prepare": lambda _self, _queries, _thread: chip.kernel.meet(),
+        }.items():
+            setattr(operand, name, value)
+        keys = types.SimpleNamespace(
+            multiplied=lambda: "float16", IndexKeys=operand,
+            parts=lambda *shape, **roles: names["packed_left"].parts(*shape, **roles, group=GROUPS[case.operand].size),
+        )  # fmt: skip
+        columns = load(HELPERS / "query_columns.py", **names) | {"Columns": Anything()}
+        maxima = load(HELPERS / "column_maxima.py", **names)
+        maxima["fold"] = lambda product, _limits, _column, key, *_rest: chip.note(product, key // 64, None)
+        return names | {
+            "index_key": keys,
+            "query_columns": types.SimpleNamespace(**columns),
+            "column_maxima": types.SimpleNamespace(**maxima),
+            "ELEMENTS": defaultdict(int),
+        }
+
+    def multiply_late(self, into: Product, raw: Stage, scales: Stage) -> None:
+        def finish() -> None:
+            assert raw.value == scales.value, "scales of other keys"
+            into.value = raw.value
+
+        if self.elected():
+            into.value = None
+            self.later(("products", self.warp), finish)
+        self.sync_warp()
+
+    def go(self) -> None:
+        kernel, warp, names, memory = self.kernel, self.warp, tables(self), Rings(self)
+        buffers = names["make_buffers"](kernel.cta, memory, {})
+        held = kernel.keys.held(buffers, names["make_barriers"](kernel.cta, memory, ()))
+        size = self.table.buffers["k_raw"].stage_bytes
+        stored = types.SimpleNamespace(atom=(size, lambda row: row // 64), rows=None)
+        kernel.measure = lambda _lengths, request: (64 * FAR, 1, RUN[request][1].stop)
+        starts = [64 * FAR * request for request in range(len(RUN) + 1)]
+        lengths = types.SimpleNamespace(
+            cu_seqlens_q=[64 * request for request in range(len(RUN) + 1)], cu_seqlens_k=starts, tile_queries=QUERIES
+        )
+        units = sum(len(blocks) for _, blocks in RUN)
+        run = (units, 0, 0, RUN[0][1].start, 64 * FAR, 1, RUN[0][1].stop)
+        producer = self.table.first_warp("producer")
+        if warp == producer:
+            kernel.produce(stored, held, None, lengths, run)
+        elif warp < producer:
+            kernel.consume(stored, held, Anything(), None, None, Anything(), lengths, run, 0, 0, Anything())
+
+
+def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table: table, early: bool = False) -> None:
+    """Every consumer warp reduces every block for all queries."""
+    chip = ColumnsChip(CASES[name], seed, change, early)
+    chip.run(chip.go)
+    wanted = [(block, FAR * request + block) for request, blocks in RUN for block in blocks for _ in range(QUERIES // 8)]
+    assert chip.reduced == {warp: wanted for warp in range(WARPS)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_consumer_reduces_every_block(name: str, seed: int) -> None:
+    check(name, seed)
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "one arrival too many": {"free": (warps("consumer"), lane("producer"))},
+    "one warp is enough": {"free": (lane("consumer"),)},
+    "too few bytes": {"bytes": 64},
+    "nobody waits for scales": {"full": (lane("producer"),)},
+    "arrivals of more lanes": {"full": (lane("producer"), threads("producer"), lane("producer"))},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn(4)
+def test_a_table_that_does_not_fit_the_roles(name: str, fault: str) -> None:
+    with pytest.raises((Deadlock, AssertionError)):
+        for seed in range(4):
+            check(name, seed, lambda table: changed(table, "k", **FAULTS[fault]))
+
+
+def test_a_stage_that_goes_back_before_its_product() -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(6):
+            check("q16k4", seed, early=True)
