@@ -237,7 +237,7 @@ def find(facts: CallFacts, call: AttentionCall, out: Tensor) -> Launch:
     )
     if shares and lookup.part_serves(facts, backend, "shared_attention", facts.variant, facts.features):
         merger = _find(facts, backend, "shared_attention", facts.variant)
-        block_bytes = block_size * head_dim * (given.k.element_size() + given.v.element_size())
+        block_bytes = block_size * sum(each.shape[-1] * each.element_size() for each in (given.k, given.v))
         heads, window = windows.choose_rounds(
             total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes, tile_tokens, num_sms
         )

@@ -17,6 +17,7 @@ from msa_tiles.bench import cases
 from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.examples import call_of
+from msa_tiles.launch import windows
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
@@ -138,6 +139,27 @@ def test_a_kernel_that_says_its_grid_otherwise_has_none(tmp_path: Any) -> None:
     arguments = [given[name] for name in ("partial_out", "partial_lse", "out", "lse")]
     assert grids.grid_of(cell, {"head_dim": DIM}, arguments) == (4096, 4, 1)
     assert grids.grid_of(changed, {"head_dim": DIM}, arguments) is None
+
+
+@pytest.mark.parametrize(("dtype", "columns", "group"), [(torch.bfloat16, DIM, 0), (torch.uint8, DIM // 2, 16)])
+def test_windows_are_chosen_for_the_bytes_of_keys(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, columns: int, group: int
+) -> None:
+    """Two codes of 4 bits are one byte of a row."""
+    given, choose = arguments_of("sparse_attention"), windows.choose_rounds
+    if group:
+        for name in "kv":
+            scale = meta(4096, KV_HEADS, DIM // group, dtype=torch.float8_e4m3fn)
+            given[name] = QuantizedTensor(meta(4096, KV_HEADS, columns, dtype=dtype), scale, "nvfp4")
+    told: list[int] = []
+
+    def recorded(*sizes: int) -> tuple[int, int]:
+        told.append(sizes[6])
+        return choose(*sizes)
+
+    monkeypatch.setattr(windows, "choose_rounds", recorded)
+    assert msa_tiles.explain(ops.sparse_attention, **given, backend="cutedsl", device="sm90").served
+    assert set(told) == {2 * BLOCK * columns * dtype.itemsize}
 
 
 def test_launches_and_memory_follow_the_workspace() -> None:
