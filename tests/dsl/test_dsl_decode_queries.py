@@ -1,4 +1,4 @@
-"""Queries of e4m3 under keys of 4 bits: how decode_score in CuTe DSL lays them down for wgmma, lane by lane."""
+"""How decode_score in CuTe DSL lays queries down as columns under keys of 4 bits, lane by lane."""
 
 from __future__ import annotations
 
@@ -9,63 +9,73 @@ import lanes
 import pytest
 import torch
 from lanes import Int32
-from test_dsl_e4m3 import ptx
-from test_dsl_four_bits import Words, formats, memory, same
+from test_dsl_four_bits import formats, memory, same
+from test_dsl_index_columns import ELEMENTS, stand_ins
+from torch import Tensor
 
-from msa_tiles.paths import generated_dir
-
-__all__ = ["formats"]  # a fixture
-THREADS, ROWS, CHUNK = 128, 64, 16
-
-
-class Element(str):
-    """An element of tensors, by its name."""
-
-    width = 16
+__all__ = ["formats", "stand_ins"]  # fixtures
+THREADS, ROWS = 128, 64
+DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float8E4M3FN": torch.float8_e4m3fn}
 
 
-def wide(row: Any, place: int) -> Any:
-    return lanes.Tensor(row.memory, row.offset + CHUNK * int(place), (CHUNK,), (1,))
+def drawn(stored: str, heads: int, dim: int) -> Tensor:
+    """All codes of e4m3, NaN among them; or rows of any magnitude, with NaN, infinity and nothing but 0."""
+    generator = torch.Generator().manual_seed(dim + heads)
+    if stored == "Float8E4M3FN":
+        return torch.randint(0, 256, (70, heads, dim), dtype=torch.uint8, generator=generator).view(DTYPES[stored])
+    found = torch.randn(70, heads, dim, generator=generator)
+    found *= torch.randint(-120, 120, (70, heads, 1), generator=generator).double().exp2()
+    found[5, 0] = 0.0
+    found[6, 0, 3], found[6, -1, 7], found[7, 0, 0] = torch.nan, torch.inf, -torch.inf
+    return found.to(torch.bfloat16)
 
 
-def copy_wide(source: Any, target: Any) -> None:
-    for i in range(source.shape[0]):
-        target[i] = source[i]
-
-
-def words_of(tensor: Any, _element: Any) -> Any:
-    """16 bytes, or eight numbers of two, as four words."""
-    if isinstance(tensor.memory, Words):
-        return lanes.Tensor(Words(tensor.memory.of, 4), tensor.offset // 2, (4,), (1,))  # type: ignore[arg-type]
-    codes = [int(tensor[i]) & 255 for i in range(CHUNK)]
-    return [Int32(sum(code << 8 * i for i, code in enumerate(codes[4 * w : 4 * w + 4]))) for w in range(4)]
-
-
-@pytest.mark.parametrize("precision", ["q8k4", "q8kmx4"])
-@pytest.mark.parametrize(("dim", "heads", "rows"), [(128, 4, 64), (128, 3, 21), (64, 4, 4), (64, 1, 64)])
-def test_queries_of_e4m3_become_bfloat16(
-    formats: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, precision: str, dim: int, heads: int,
-    rows: int,
-) -> None:  # fmt: skip
-    """All codes, NaN among them, of tokens from the fifth one on; other rows of the tile stay as they are."""
-    monkeypatch.setattr(lanes.ARCH, "inline_ptx", ptx)
-    monkeypatch.setattr(lanes._CUTLASS.cute, "recast_tensor", words_of)
-    monkeypatch.setattr(lanes._CUTLASS, "Float8E4M3FN", types.SimpleNamespace(width=8), raising=False)
-    module = lanes.load(generated_dir() / f"cutedsl/sm90/decode_score_{precision}.py")
-    module.__dict__.update(wide=wide, copy_wide=copy_wide)
-    made = object.__new__(module.DecodeScore)
-    made.element, made.head_dim, made.panel = Element("BFloat16"), dim, 64
-    generator = torch.Generator().manual_seed(dim + rows)
-    codes = torch.randint(0, 256, (70, heads, dim), dtype=torch.uint8, generator=generator)
-    source = lanes.Tensor(memory(codes, 8, lanes.Memory), 0, (70, heads, dim), (heads * dim, dim, 1))
-    tile = memory(torch.full((2 * ROWS * dim,), 1), 8)
+def laid_down(stored: str, element: str, values: Tensor, rows: int) -> tuple[Tensor, list[Any]]:
+    """The tile's rows from token 5 on, and their powers of two."""
+    _, heads, dim = values.shape
+    columns = object.__new__(lanes.helper("query_columns").Columns)
+    columns.rows, columns.head_dim, columns.threads = ROWS, dim, THREADS
+    columns.stored, columns.element = ELEMENTS[stored], ELEMENTS[element]
+    columns.chunks = dim * columns.stored.width // 128
+    codes = values.view(torch.uint8 if columns.stored.width == 8 else torch.int16)
+    source = memory(codes, columns.stored.width, lanes.Memory)
+    source.chunk = 128 // columns.stored.width
+    idx_q = lanes.Tensor(source, 0, tuple(codes.shape), (heads * dim, dim, 1))
+    tile = memory(torch.full((ROWS * dim,), 0x101), 16)
     queries = lanes.Tensor(tile, 0, (ROWS, dim), (dim, 1))
+    powers = lanes.Tensor(lanes.SharedMemory([None] * ROWS), 0, (ROWS,), (1,))
     lanes.launch(
-        lambda: made.load_queries(source, queries, Int32(5), Int32(rows), Int32(lanes.thread())), (), (1,), THREADS
+        lambda: columns.bring(idx_q, queries, powers, Int32(5), Int32(rows), Int32(lanes.thread())), (), (1,), THREADS
     )
     row, column = torch.meshgrid(torch.arange(ROWS), torch.arange(dim), indexing="ij")
-    place = (column // 64 * ROWS + row) * 64 + ((column % 64 // 8) ^ (row % 8)) * 8 + column % 8
-    found = torch.tensor([int(x) & 255 for x in tile], dtype=torch.uint8).view(torch.bfloat16)[place]
-    wanted = codes[5:].flatten(0, 1)[:rows].view(torch.float8_e4m3fn).to(torch.bfloat16)
-    same(found[:rows], wanted)
+    place = (row // 8 * (dim // 64) + column // 64) * 512 + row % 8 * 64 + column % 64
+    place = place ^ (place >> 6 & 7) << 3
+    found = torch.tensor([int(x) & 0xFFFF for x in tile], dtype=torch.int32).to(torch.int16)[place]
+    return found.view(DTYPES[element]), list(powers.memory)
+
+
+@pytest.mark.parametrize("element", ["BFloat16", "Float16"])
+@pytest.mark.parametrize("stored", ["BFloat16", "Float8E4M3FN"])
+@pytest.mark.parametrize(("dim", "heads", "rows"), [(128, 4, 64), (128, 3, 21), (64, 4, 4), (64, 1, 64)])
+def test_rows_of_queries(
+    stand_ins: None, formats: dict[str, types.ModuleType], stored: str, element: str, dim: int, heads: int, rows: int
+) -> None:
+    """Exact, but for what lies 2**38 below the largest number of a row of float16; other rows stay as they are."""
+    values = drawn(stored, heads, dim)
+    found, powers = laid_down(stored, element, values, rows)
+    wanted = values[5:].flatten(0, 1)[:rows].double()
+    assert powers[rows:] == [None] * (ROWS - rows)
+    own = torch.tensor([float(power) for power in powers[:rows]], dtype=torch.float64)[:, None]
+    assert (own.log2() % 1 == 0).all()
     assert (found[rows:].view(torch.int16) == 0x101).all()
+    assert not (found[:rows].isinf() & wanted.isfinite()).any()
+    got = found[:rows].double() * own
+    if stored == element or stored == "Float8E4M3FN":
+        assert (own == 1).all()
+        same(got, wanted)
+        return
+    for kind in (torch.isnan, torch.isinf):
+        assert torch.equal(kind(got), kind(wanted)) and torch.equal(got[kind(got)] > 0, wanted[kind(got)] > 0)
+    finite = wanted.isfinite().all(1)  # what else a row holds does not matter: no product of it is a number
+    lost = (got - wanted)[finite].abs().amax(1)
+    assert (lost <= wanted[finite].abs().amax(1) * 2.0**-38).all()

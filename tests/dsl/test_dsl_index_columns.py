@@ -32,7 +32,9 @@ class Element(NamedTuple):
     width: int
 
 
-ELEMENTS = {name: Element(name, 8 if name == "Float8E4M3FN" else 16) for name in ("BFloat16", "Float16", "Float8E4M3FN")}
+ELEMENTS = {
+    name: Element(name, 8 if name == "Float8E4M3FN" else 16) for name in ("BFloat16", "Float16", "Float8E4M3FN")
+}
 
 
 class Case(NamedTuple):
@@ -189,8 +191,9 @@ class Consumers:
         raw = memory(torch.stack([swizzled(block.data) for block in self.blocks]), 8)
         groups = case.dim // GROUPS[case.format].size
         scales = memory(torch.stack([block.scale.view(torch.uint8) for block in self.blocks]), 8)
+        row_bytes = case.dim // 2
         held = types.SimpleNamespace(
-            raw=lanes.Tensor(raw, 0, (counts, case.block, case.dim // 2), (case.block * case.dim // 2, case.dim // 2, 1)),
+            raw=lanes.Tensor(raw, 0, (counts, case.block, row_bytes), (case.block * row_bytes, row_bytes, 1)),
             scales=lanes.Tensor(scales, 0, (groups, case.block, counts), (1, groups, groups * case.block)),
             full=Pointer([], 0), free=Pointer([], 0),  # type: ignore[arg-type]
         )  # fmt: skip

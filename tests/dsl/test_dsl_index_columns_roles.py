@@ -132,7 +132,9 @@ def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table:
     """Every consumer warp reduces every block for all queries."""
     chip = ColumnsChip(CASES[name], seed, change, early)
     chip.run(chip.go)
-    wanted = [(block, FAR * request + block) for request, blocks in RUN for block in blocks for _ in range(QUERIES // 8)]
+    wanted = [
+        (block, FAR * request + block) for request, blocks in RUN for block in blocks for _ in range(QUERIES // 8)
+    ]
     assert chip.reduced == {warp: wanted for warp in range(WARPS)}
 
 

@@ -23,7 +23,9 @@ TURNS = 2
 @declares
 def buffers():
     """What the warps found."""
-    return (buffer("maxima", "float32", turns=TURNS, slots=SLOTS, warps=WARPS, columns=COLUMNS, note="of some products"),)
+    return (
+        buffer("maxima", "float32", turns=TURNS, slots=SLOTS, warps=WARPS, columns=COLUMNS, note="of some products"),
+    )
 
 
 def place(c, half, m):
@@ -33,13 +35,14 @@ def place(c, half, m):
 
 @cute.jit
 def fold(
-    S: cute.Tensor, limits: cute.Tensor, first_column: Int32, first_key: Int32, cut: Boolean, member: Int32, lane: Int32,
-    target: cute.Tensor,
+    S: cute.Tensor, limits: cute.Tensor, first_column: Int32, first_key: Int32, cut: Boolean, member: Int32,
+    lane: Int32, target: cute.Tensor,
 ):  # fmt: skip
     """The maxima of a warp's rows in every column -> target [warps, COLUMNS].
 
     With `cut` the query of column i sees keys up to limits[first_column + i], the lane's first row being the key
-    `first_key`; else queries see all of them. NaN is ignored as long as there is a number; -inf is the maximum of nothing.
+    `first_key`; else queries see all of them. NaN is ignored as long as there is a number; -inf is the maximum of
+    nothing.
     """
     first = -Float32.inf
     second = -Float32.inf

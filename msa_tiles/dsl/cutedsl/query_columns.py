@@ -6,7 +6,7 @@ has all bits of a bfloat16, but not its range.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32
+from cutlass import Float8E4M3FN, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from msa_tiles.dsl.cutedsl.decoding import aligned, column_of, decode_bf16, decode_f16
@@ -26,7 +26,7 @@ def buffers(rows, head_dim, element):
     """Queries, and the power of two that makes up for what a row was multiplied with."""
     return (
         buffer(
-            "queries", element, align=1024, note="eight rows after the other, laid out as msa_tiles.dsl.cutedsl.gather says",
+            "queries", element, align=1024, note="eight rows after the other, as msa_tiles.dsl.cutedsl.gather says",
             rows=rows, head_dim=head_dim,
         ),
         buffer("powers", "float32", rows=rows, note="of two, by which a row is too small"),

@@ -72,6 +72,9 @@ Index keys have a contract of their own, and modules `index_<format>` that a row
     row_factor(stored, scales, token, head)   what all products of a query are multiplied by, or None; `scales` are the
                             module's `Scales`, or None
 
+Modules `index_<format>_left` have them as the left side of products of few columns instead, decoded in registers:
+parts(…, readers, …) and IndexKeys(…, readers=…) as `Left` has them, with what index keys add (pages, load, row_factor).
+
 Caches that rows are written into have modules `append_<format>`, which a row names likewise.
   Cache(head_dim, **scales)
     arguments(pages, heads, page), stored(*tensors)   as above

@@ -4,9 +4,13 @@ Grid: num_ctas CTAs. The unit of work is one KV block for one query tile; the un
 request after request, tile after tile, block after block, and every CTA takes a run of it, equal to within one unit,
 whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries of a request with all their index heads.
 
+# % if precision.decoded
+The keys are read once from memory (once for each tile of a request from L2), and decoded beside that: they are the rows
+of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.
+# % else
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
-work on 64 rows however few of them hold a query.  # % if not precision.decoded
-multiply keys, as the 64 rows of the tensor cores, with eight queries at a time.  # % if precision.decoded
+work on 64 rows however few of them hold a query.
+# % endif
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +38,8 @@ from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
 from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide  # % if not precision.decoded
 from msa_tiles.dsl.cutedsl.warp import ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
-from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares, warps
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares  # % if precision.decoded
+from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares, warps  # % if not precision.decoded
 
 STAGES = 3  # <- tile.stages
 # % if precision.decoded
@@ -157,12 +162,10 @@ class DecodeScore:
     # <- cta
 
     # % if precision.decoded
-    CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn.
-    Queries are columns of S^T, eight to a product; where a tile has more, a block that is decoded is multiplied with one
-    eight after the other. What warps found of a block meets in shared memory, many blocks at a time. Each warp that is
-    not idle finds the CTA's run by itself, 32 requests at a time.
-
-    # <- IndexKeys of operands.index_key
+    CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
+    block that is decoded is multiplied with eight queries after the other, of as many as a tile has. What the warps
+    found of it meets in shared memory, for many blocks at a time. Each warp that is not idle finds the CTA's run by
+    itself, 32 requests at a time.
     # % else
     Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
@@ -231,25 +234,34 @@ class DecodeScore:
         )
         scales = None  # % if not precision.scale
         scales = index_key.Scales(q_scale, use_q_scale, use_k_scale)  # % if precision.scale
+        # % if precision.decoded
         self.kernel(
             keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, causal,
         ).launch(
-            # % if precision.decoded
-            # The caller has two for each multiprocessor.
+            # num_ctas is two for each multiprocessor.
             grid=(num_ctas * CTAS // 2, 1, 1),
             block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=CTAS,
-            # % else
-            grid=(num_ctas, 1, 1),
-            block=(self.cta.threads, 1, 1),
-            min_blocks_per_mp=2,
-            # % endif
             # Stated, because the compiler would ask the GPU of this machine otherwise.
             preferred_smem_carveout=100,
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
+        # % else
+        self.kernel(
+            keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
+            use_positions, causal,
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.cta.threads, 1, 1),
+            min_blocks_per_mp=2,
+            # Stated, because the compiler would ask the GPU of this machine otherwise.
+            preferred_smem_carveout=100,
+            use_pdl=True,
+            stream=stream,
+        )  # fmt: skip
+        # % endif
 
     @cute.kernel
     def kernel(
@@ -449,9 +461,7 @@ class DecodeScore:
                 stage, phase = following(stage, phase, STAGES)
             left = left - taken
             first_block = Int32(0)
-            request, number, length, tiles, blocks = self.advance(
-                lengths, left, request, number, length, tiles, blocks
-            )
+            request, number, length, tiles, blocks = self.advance(lengths, left, request, number, length, tiles, blocks)
 
     def meet(self):
         """Until all consumers are here."""
@@ -605,4 +615,5 @@ class DecodeScore:
         start = queries.iterator.toint() + offset * self.element.width // 8
         aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
         return cute.make_tensor(aligned, cute.make_layout(vector))
+
     # % endif
