@@ -400,8 +400,8 @@ class DecodeScore:
             left = left - taken
             first_block = Int32(0)
             request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
+            # % if precision.decoded
 
-    # % if precision.decoded
     @cute.jit
     def consume(
         self, stored: tuple, held: tuple, idx_q: cute.Tensor, scales, q_positions: cute.Tensor, tile: Tile,
@@ -502,8 +502,8 @@ class DecodeScore:
             largest = column_maxima.of_warps(tile.maxima[turn, slot, None, None], column)
             my_scores = out[row % heads, first_token + row // heads, None]
             my_scores[first_block + product // groups] = scores.scaled(largest, tile.factors[row])
+            # % else
 
-    # % else
     @cute.jit
     def consume(
         self, stored: tuple, held: tuple, idx_q: cute.Tensor, scales, q_positions: cute.Tensor, queries: cute.Tensor,
@@ -615,5 +615,4 @@ class DecodeScore:
         start = queries.iterator.toint() + offset * self.element.width // 8
         aligned = cute.make_ptr(self.element, start, queries.iterator.memspace, assumed_align=BYTES)
         return cute.make_tensor(aligned, cute.make_layout(vector))
-
-    # % endif
+        # % endif
