@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import simulated_calls
 import simulated_hybrid
+import simulated_selection
 import small_four_bits
 import torch
 from simulated_calls import Call
@@ -121,7 +122,7 @@ def test_bytes_are_not_sent_for_while_they_are_read(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(index_nvfp4, "send", module.send)
     monkeypatch.setattr(simulated_calls, "_kernels", {})
     with pytest.raises(RaceError):
-        simulated_calls.decode_score_q16k4(Call([(1, 700)]), head_dim=64, block_size=64, ctas=1)
+        simulated_selection.decode_score_q16k4(Call([(1, 700)]), head_dim=64, block_size=64, ctas=1)
 
 
 FAULTS_OF_QUERIES: dict[str, tuple[str, str, tuple[type[Exception], ...]]] = {
@@ -149,7 +150,7 @@ def test_a_fault_in_turning_queries_is_caught(
 def index(op: str, precision: str, call: Call) -> None:
     """A call of the indexer."""
     further = {"topk": 8, "k": 2, "heads_per_group": 2} if op == "select_blocks" else {}
-    getattr(simulated_calls, f"{op}_{precision}")(call, head_dim=64, block_size=64, **further)
+    getattr(simulated_selection, f"{op}_{precision}")(call, head_dim=64, block_size=64, **further)
 
 
 @each_format
@@ -191,7 +192,7 @@ def test_what_is_too_large_is_the_largest_number(name: str) -> None:
     call = Call([(2, 90)], seed=6)
     real = call.tensor
     call.tensor = lambda *shape, **kind: real(*shape, **kind).mul_(1e30 if len(shape) == 2 else 1.0)  # type: ignore[method-assign]
-    out, wanted = simulated_calls.scored(
+    out, wanted = simulated_selection.scored(
         call, "decode_score", 2, (2,), head_dim=64, block_size=64, heads=2, causal=True, precision=precision,
         key_scales=0, outer=1.0 if name == "nvfp4" else None,
     )  # fmt: skip

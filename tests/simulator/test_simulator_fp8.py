@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import simulated_calls
+import simulated_selection
 import small_fp8
 import torch
 from simulated_calls import Call
@@ -123,7 +124,7 @@ def test_a_fault_of_the_kernel_is_caught(fault: str, tmp_path: Path, monkeypatch
     def run(seed: int) -> None:
         call = Call([(130, 900), (3, 90)], seed=seed, values="integer", strided=True)
         # A loud head would decide alone, whatever the other's scale.
-        simulated_calls.select_blocks_q8k8(call, loud=False, **arguments)
+        simulated_selection.select_blocks_q8k8(call, loud=False, **arguments)
 
     run(0)
     function = copy_of_the_kernel(tmp_path, *replacements)(**variant, pages_per_block=0)

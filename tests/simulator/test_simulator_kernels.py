@@ -10,6 +10,7 @@ import simulated_caches
 import simulated_calls
 import simulated_hybrid
 import simulated_kl
+import simulated_selection
 import simulated_training
 from simulated_calls import Call, name_of
 
@@ -33,7 +34,7 @@ HEADS = {**SMALL, "heads": 3, "topk": 2}
 PAGES = {"num_pages": 5, "page_size": 13}
 
 
-# By operator and name: requests and other facts of the call, then the arguments of the function in `simulated_calls`.
+# By operator and name: requests and other facts of the call, then the arguments of its function.
 CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "decode_score": {
         "mixed": ({"sequences": DECODED, "seed": 1}, {"head_dim": 64, "block_size": 64}),
@@ -923,7 +924,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-MODULES = (simulated_caches, simulated_calls, simulated_hybrid, simulated_training, simulated_kl)
+MODULES = (simulated_caches, simulated_calls, simulated_selection, simulated_hybrid, simulated_training, simulated_kl)
 CELLS = default_registry().select(dsl="tilelang")
 
 
@@ -1014,7 +1015,7 @@ def test_what_is_not_finite_reaches_who_sees_it(
 @pytest.mark.drawn(1)
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]
-    simulated_calls.select_blocks(
+    simulated_selection.select_blocks(
         Call(sequences, seed=seed, values="integer"), head_dim=64, block_size=64, topk=8, k=2, heads_per_group=2
     )
     for target in ("sm90", "sm100"):
