@@ -9,8 +9,9 @@ import hashlib
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 _HELPERS = "msa_tiles.dsl"
@@ -25,16 +26,28 @@ def code_of(text: str, package: Path = PACKAGE) -> list[str]:
     return [syntax_of(text), *_helper_syntax(text, package)]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=4)  # not more: each garbage collection would look at every node of every tree
 def parsed(source: str) -> ast.Module:
     """A module's syntax tree, for all who read one source one after the other: not to be changed."""
     return ast.parse(source)
 
 
+class _Read(NamedTuple):
+    """What is asked of a source again and again."""
+
+    syntax: str
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]  # (level, module, names); `import a`: module a, no names
+
+
 @functools.lru_cache(maxsize=512)
+def _read(source: str) -> _Read:
+    tree = parsed(source)
+    return _Read(_written(tree), tuple(_imports(tree)))
+
+
 def syntax_of(source: str) -> str:
     """A module's syntax tree as text, without comments, docstrings and layout, whatever Python reads it."""
-    return _written(parsed(source))
+    return _read(source).syntax
 
 
 def _written(node: object) -> str:
@@ -88,22 +101,23 @@ def _helper_syntax(text: str, package: Path) -> list[str]:
 def _helpers(text: str, package: Path) -> dict[str, str]:
     """Sources of the helper modules that a kernel imports, directly or not, by name."""
     found: dict[str, str] = {}
-    pending = list(_imported_helpers(text, package, _HELPERS))
+    file_of = functools.cache(functools.partial(module_file, package=package))
+    pending = list(_imported_helpers(text, file_of, _HELPERS))
     while pending:
         name = pending.pop()
         if name in found:
             continue
-        found[name] = module_file(name, package).read_text(encoding="utf-8")  # type: ignore[union-attr]
-        pending += _imported_helpers(found[name], package, name)
+        found[name] = file_of(name).read_text(encoding="utf-8")  # type: ignore[union-attr]
+        pending += _imported_helpers(found[name], file_of, name)
     return found
 
 
-def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str]:
-    for level, module, imported in _imports(source):
+def _imported_helpers(source: str, file_of: Callable[[str], Path | None], importer: str) -> Iterator[str]:
+    for level, module, imported in _read(source).imports:
         base = module
         if level:
             parents = importer.split(".")
-            is_package = (module_file(importer, package) or package).name == "__init__.py"
+            is_package = (file_of(importer) or PACKAGE).name == "__init__.py"
             parents = parents[: len(parents) - level + is_package]
             base = ".".join([*parents, *filter(None, [module])])
         for name in [base, *(f"{base}.{each}" for each in imported)]:
@@ -111,20 +125,16 @@ def _imported_helpers(source: str, package: Path, importer: str) -> Iterator[str
             # Importing a.b.c runs a and a.b too; only what lies below the helpers' package counts.
             for end in range(2, len(parts) + 1):
                 prefix = ".".join(parts[:end])
-                if module_file(prefix, package):
+                if file_of(prefix):
                     yield prefix
 
 
-@functools.lru_cache(maxsize=512)
-def _imports(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
-    """(level, module, names) of every import; `import a` is of module a and no names."""
-    found: list[tuple[int, str, tuple[str, ...]]] = []
-    for node in ast.walk(parsed(source)):
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name, ()) for alias in node.names]
+            yield from ((0, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.append((node.level, node.module or "", tuple(alias.name for alias in node.names)))
-    return tuple(found)
+            yield node.level, node.module or "", tuple(alias.name for alias in node.names)
 
 
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
