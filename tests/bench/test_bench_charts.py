@@ -33,14 +33,12 @@ def test_each_chart_is_a_png_and_an_svg(drawn):
             assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
-def test_the_same_rows_give_the_same_bytes(drawn, tmp_path):
-    again = charts.draw(everything(), tmp_path)
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in drawn]
+def test_other_rows_give_other_bytes(drawn, tmp_path):
     slower = charts.draw([result | {"ms": result["ms"] * 2} for result in everything()], tmp_path)
     assert all(one.read_bytes() != other.read_bytes() for one, other in zip(slower, drawn, strict=True))
 
 
-def test_other_settings_of_matplotlib_change_nothing(drawn, tmp_path):
+def test_the_same_rows_give_the_same_bytes_whatever_the_settings_of_matplotlib(drawn, tmp_path):
     import matplotlib
 
     with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "axes.facecolor": "red"}):
@@ -124,7 +122,7 @@ def test_stale_figures_are_told(written, tmp_path):
     assert sum("some kernels have changed since" in text for text in written) == len(groups) == 4
 
 
-def test_names_do_not_cover_each_other(monkeypatch, tmp_path):
+def test_names_do_not_cover_each_other(written, monkeypatch, tmp_path):
     """The names of the operators and the ratios at the ends of lines."""
     boxes = []
     place = labels.place
@@ -140,15 +138,28 @@ def test_names_do_not_cover_each_other(monkeypatch, tmp_path):
     assert [words for words, box, before in boxes if any(box.overlaps(other) for other in before)] == []
 
 
-def test_cards_have_charts_of_their_own(tmp_path):
+@pytest.fixture
+def saved(monkeypatch):
+    """The names of the figures, which are not written."""
+    names: list[str] = []
+
+    def note(figure, stem):
+        names.append(stem.name)
+        return []
+
+    monkeypatch.setattr(canvas, "save", note)
+    return names
+
+
+def test_cards_have_charts_of_their_own(saved, tmp_path):
     other = [result | {"card": "NVIDIA H200"} for result in everything()]
-    names = {path.name for path in charts.draw([*everything(), *other], tmp_path)}
-    assert {"speed_up_nvidia-h200.svg", "speed_up_nvidia-h100-80gb-hbm3.svg", "roofline_nvidia-h200.png"} <= names
+    charts.draw([*everything(), *other], tmp_path)
+    assert {"speed_up_nvidia-h200", "speed_up_nvidia-h100-80gb-hbm3", "roofline_nvidia-h200"} <= set(saved)
 
 
-def test_an_unknown_card_has_no_roofline(tmp_path):
-    other = [result | {"card": "NVIDIA GeForce RTX 4090"} for result in everything()]
-    assert not [path for path in charts.draw(other, tmp_path) if "roofline" in path.name]
+def test_an_unknown_card_has_no_roofline(saved, tmp_path):
+    charts.draw([result | {"card": "NVIDIA GeForce RTX 4090"} for result in everything()], tmp_path)
+    assert saved and not [name for name in saved if "roofline" in name]
 
 
 def test_one_length_is_no_line(tmp_path):

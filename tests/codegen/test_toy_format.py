@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from few_specs import copy_specs
 
 from msa_tiles import codegen
 from msa_tiles.dsl.cutedsl import operands
-from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import audit, toolchain
 from msa_tiles.runtime.cache import Cache
 from msa_tiles.runtime.compiler import compile_variant
@@ -79,8 +79,7 @@ def replaced(path: Path, old: str, new: str) -> None:
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """What is generated from specs that know the format, and from an operand that lies beside them."""
-    specs = tmp_path / "specs"
-    shutil.copytree(specs_dir(), specs)
+    specs = copy_specs(tmp_path / "specs", ["sparse_decode"])
     replaced(specs / "precisions.yaml", "precisions:\n", FORMAT)
     operator = specs / "operators/sparse_decode.yaml"
     replaced(operator, "  q16kv8: {out", "  q16kvi8: {out: 0.03, lse: 0.005}\n  q16kv8: {out")
@@ -106,12 +105,12 @@ def test_it_is_generated(registry: Registry) -> None:
 
 
 def test_an_operand_that_there_is_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(specs_dir(), tmp_path / "specs")
-    (tmp_path / "specs/operands/cutedsl").mkdir(parents=True)
-    (tmp_path / "specs/operands/cutedsl/e4m3.py").write_text(OPERAND)
+    specs = copy_specs(tmp_path / "specs", ["sparse_decode"])
+    (specs / "operands/cutedsl").mkdir(parents=True)
+    (specs / "operands/cutedsl/e4m3.py").write_text(OPERAND)
     monkeypatch.setattr(operands, "__path__", list(operands.__path__))
     with pytest.raises(ValueError, match=r"e4m3.py has the name of an operand of cutedsl that there is already"):
-        codegen.generate(tmp_path / "specs", tmp_path / "generated")
+        codegen.generate(specs, tmp_path / "generated")
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def test_demo_shows_what_it_found_and_writes_report_and_picture(tmp_path, capsys
 
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4", "fp4"])
+@pytest.mark.drawn(1)
 def test_fewer_bits_cost_something_and_it_is_told(tmp_path, capsys, precision):
     assert main(["demo", "--tokens", str(TOKENS), "--precision", precision, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

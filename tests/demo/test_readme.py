@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,13 +33,6 @@ def test_the_python_example_runs_and_gives_what_its_comments_say(monkeypatch):
 def test_precisions_that_are_promised_have_kernels():
     promised = set(re.findall(r"`(q\d+k\w+)`", TEXT + (ROOT / "CHANGELOG.md").read_text()))
     assert promised and promised <= {cell.precision for cell in Registry.read(ROOT / "generated").cells}
-
-
-def test_the_tables_are_what_the_evidence_says():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "perf/support_table.py"), "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("block", _blocks("console"))

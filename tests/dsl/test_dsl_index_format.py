@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+from few_specs import copy_specs
 
 from msa_tiles import codegen
 from msa_tiles.dsl.cutedsl import operands
-from msa_tiles.paths import specs_dir
 from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.cache import Cache
 from msa_tiles.runtime.registry import Registry
@@ -65,8 +64,7 @@ def replaced(path: Path, old: str, new: str) -> None:
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """What is generated from specs that know the format, and from the operand that lies beside them."""
-    specs = tmp_path / "specs"
-    shutil.copytree(specs_dir(), specs)
+    specs = copy_specs(tmp_path / "specs", OPERATORS)
     replaced(specs / "precisions.yaml", "precisions:\n", FORMAT)
     for name, tolerance in OPERATORS.items():
         operator = specs / f"operators/{name}.yaml"

@@ -161,8 +161,8 @@ print({"cutlass", "tilelang"} & set(sys.modules), time.process_time() - start)
 
 def test_loading_takes_milliseconds_and_neither_the_dsl_nor_a_linker(entry: Entry) -> None:
     command = [sys.executable, "-c", LOAD, str(entry.directory)]
-    times = []
-    for _ in range(3):
+    times: list[float] = []
+    while len(times) < 3 and not any(seconds < 0.1 for seconds in times):
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": ""}, check=True)
         modules, seconds = done.stdout.rsplit(maxsplit=1)
         assert modules == "set()"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from few_specs import copy_specs
 
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.toolchain import ToolchainError
@@ -29,9 +30,9 @@ def test_a_closed_pipe_is_no_traceback() -> None:
 def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
     """Paths and specs hold what they like."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    folder = tmp_path / "größe"
+    folder, specs = tmp_path / "größe", copy_specs(tmp_path / "maße", ["combine"])
     done = subprocess.run(
-        [*PYTHON, "generate", "--op", "combine", "--out", str(folder)],
+        [*PYTHON, "generate", "--specs", str(specs), "--out", str(folder)],
         capture_output=True,
         text=True,
         env=environment,
@@ -176,6 +177,7 @@ def test_kernels_compile_between_odd_names(dsl: str, cell, cute, tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.drawn(1)
 def test_first_calls_import_nothing_slow(order: int, tmp_path: Path) -> None:
     """No DSL, though it is there, and no torch._dynamo, which is a second or two: a training step neither."""
     program = Path(__file__).parents[1] / "gpu" / "serving.py"

@@ -70,7 +70,7 @@ def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Cas
 
 
 @pytest.mark.parametrize(("op", "precision"), [*((op, "bf16") for op in sorted(operators.CHECKS)), *QUANTISED])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
     found = small_cases(op, specs, precision)
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}

@@ -135,6 +135,7 @@ def test_a_planted_fault_shows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("op", ["decode_topk", "sparse_decode"])
+@pytest.mark.drawn(1)
 def test_ids_want_all_their_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault(op, "", "", TIED)
     fault.run()

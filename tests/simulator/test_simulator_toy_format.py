@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import simulated_calls
 import torch
+from few_specs import copy_specs
 from simulated_calls import Call
 
 from msa_tiles import codegen
 from msa_tiles.dsl.tilelang import operands
-from msa_tiles.paths import specs_dir
 from msa_tiles.runtime.registry import Cell, Registry
 
 OPERAND = '''"""Keys or values of int8 with float32 scales, which the producer makes bfloat16."""
@@ -90,8 +89,7 @@ def replaced(path: Path, old: str, new: str) -> None:
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """What is generated from specs that know the format, and from an operand that lies beside them."""
-    specs = tmp_path / "specs"
-    shutil.copytree(specs_dir(), specs)
+    specs = copy_specs(tmp_path / "specs", ["sparse_decode"])
     replaced(specs / "precisions.yaml", "precisions:\n", FORMAT)
     operator = specs / "operators/sparse_decode.yaml"
     replaced(operator, "  q16kv8: {out", "  q16kvi8: {out: 0.03, lse: 0.005}\n  q16kv8: {out")
