@@ -228,7 +228,10 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
     assert torch.equal(ops.decode_score(idx_q, idx_k, backend=dsl, **given.where), found)
     if has_kernel("index_score", dsl, OF_BF16[name]):
-        assert torch.equal(ops.index_score(idx_q, idx_k, backend=dsl, **given.where), found)
+        # Not bit for bit: the two add up in orders of their own.
+        torch.testing.assert_close(
+            ops.index_score(idx_q, idx_k, backend=dsl, **given.where), found, rtol=1e-4, atol=1e-3
+        )
     if has_kernel("decode_score", dsl, OF_E4M3[name]):
         rounded, half = idx_q.to(torch.float8_e4m3fn), torch.full((), 0.5, device=DEVICE)
         of_rounded = ops.decode_score(rounded, idx_k, q_scale=half, backend=dsl, **given.where)
@@ -247,7 +250,7 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
 @pytest.mark.parametrize("layout", ["flat", "linear"])
 @pytest.mark.parametrize("heads_per_group", [1, 2, 4])
 def test_selections_are_those_of_its_scores(dsl: str, name: str, layout: str, heads_per_group: int) -> None:
-    """Products add up in one order in all kernels of a DSL, but scores that are scaled may tie where others do not."""
+    """Kernels add products up in orders of their own, so that a few blocks may change places."""
     if not has_kernel("select_blocks", dsl, OF_BF16[name]):
         pytest.skip(f"select_blocks has no kernel of {name} in {dsl}")
     given = Drawn("sparse_decode", "nvfp4", layout)
