@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from msa_tiles.bench import gates, rows, table
-from msa_tiles.bench.precisions import group
 from msa_tiles.bench.rows import Row
 
 HERE = Path(__file__).resolve().parent
@@ -32,8 +31,9 @@ def markdown(lines: Iterable[Sequence[str]]) -> str:
 def dated(lines: Sequence[Sequence[str]], latest: dict[rows.Key, Row]) -> list[Sequence[str]]:
     """The lines of `bench.table` with the date of each case's newest row."""
     found: list[Sequence[str]] = [(*lines[0], "date")]
+    called = table.labels((op, precision) for op, _, precision, _ in latest)
     for line in lines[1:]:
-        named = ((op, case, group(precision), row) for (op, case, precision, _), row in latest.items())
+        named = ((op, case, called[op, precision], row) for (op, case, precision, _), row in latest.items())
         dates = [row["date"] for *names, row in named if names == list(line[:3])]
         found.append((*line, max(dates)))
     return found

@@ -16,6 +16,8 @@ _PLACES = (
     ((-7, -7), "right", "top"),
     ((0, -9), "center", "top"),
     ((0, 9), "center", "bottom"),
+    ((5, -4), "left", "top"),
+    ((14, -3), "left", "top"),
     *(((x, -y), side, "top") for y in (22, 36, 50, 64) for x, side in ((0, "center"), (-12, "right"), (12, "left"))),
 )
 """Where words may stand beside their point, best first: offset, and the sides of the words that are turned to it."""

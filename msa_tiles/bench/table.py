@@ -25,21 +25,31 @@ def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]
     latest = rows.latest(results)
     cases = dict.fromkeys((op, case, precision) for op, case, precision, _ in latest)
     table: list[Sequence[str]] = [HEADING]
-    named: dict[tuple[str, str], set[str]] = {}
-    for op, _, precision in cases:
-        named.setdefault((op, _groups(precision)), set()).add(precision)
+    named = labels((op, precision) for op, _, precision in cases)
     for op, case, precision in sorted(cases, key=_place):
         mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
         table.append(
             (
                 op,
                 case,
-                _groups(precision) if len(named[op, _groups(precision)]) == 1 else precision,
+                named[op, precision],
                 *_figures(mine, current),
                 _gate(op, case, precision, latest, current),
             )
         )
     return table
+
+
+def labels(timed: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What the table calls the precision of each operator: its groups, where no other of the operator has the same."""
+    alike: dict[tuple[str, str], set[str]] = {}
+    pairs = list(timed)
+    for op, precision in pairs:
+        alike.setdefault((op, _groups(precision)), set()).add(precision)
+    return {
+        (op, precision): _groups(precision) if len(alike[op, _groups(precision)]) == 1 else precision
+        for op, precision in pairs
+    }
 
 
 def legend(table: Sequence[Sequence[str]]) -> str:

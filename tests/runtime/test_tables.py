@@ -26,13 +26,18 @@ def table(cell: Cell) -> Table:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_buffer_or_a_pipeline_left_out(name: str) -> None:
-    """It contradicts the rest of the table, or the audit finds other bytes of shared memory and other barriers."""
+    """It contradicts the rest of the table, or the audit finds other bytes of shared memory and other barriers.
+
+    What lies in the gap before an aligned buffer takes no bytes: there the kernel asks for it by its name, in vain.
+    """
     whole = table(CELLS[name])
     roles, pipelines, buffers = (tuple(part.values()) for part in (whole.roles, whole.pipelines, whole.buffers))
     for left_out in buffers:
         rest = tuple(each for each in buffers if each is not left_out)
         try:
-            assert Table(roles, pipelines, rest).shared_memory != whole.shared_memory, left_out.name
+            if Table(roles, pipelines, rest).shared_memory == whole.shared_memory:
+                wanted = re.findall(r"buffers\[name\] for name in \((.*?)\)", text_of(CELLS[name]))
+                assert any(f'"{left_out.name}"' in names for names in wanted), left_out.name
         except TableError as error:
             assert left_out.name in str(error)
     for pipeline in pipelines:
