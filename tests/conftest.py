@@ -9,12 +9,14 @@ import gc
 import os
 import random
 from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
 CAPABILITY_MAJOR = 9
+_LEFT_OUT = pytest.StashKey[int]()
 # Tensors of tests are small, and tests run side by side: threads would wait for each other.
 torch.set_num_threads(1)
 # How long an example takes is the machine's business, not the code's. Nothing is kept between runs: an example that
@@ -50,16 +52,28 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its tests are left out, and skipped where nothing else was asked for: thousands of reports cost."""
     _draw(items)
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
-    reason = _why_no_gpu()
+    found = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if found else None
     if reason is None:
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    if len(found) == len(items) or "gpu" in config.option.markexpr:
+        for item in found:
             item.add_marker(pytest.mark.skip(reason=reason))
+        return
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=found)
+    config.stash[_LEFT_OUT] = len(found)
+    if hasattr(config, "workeroutput"):  # of xdist
+        config.workeroutput["gpu tests"] = len(found)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Every worker of xdist leaves out the same tests."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("gpu tests", 0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -88,12 +102,12 @@ def _settled() -> None:
     _settle()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for all GPU tests that did not run, which `-q` shows as letters alone."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line for all GPU tests that did not run."""
     reason = _why_no_gpu()
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if str(reason) in str(report.longrepr)]
-    if reason is not None and skipped:
-        terminalreporter.write_line(f"{len(skipped)} GPU tests did not run: {reason}")
+    if reason is not None and (count := len(skipped) + config.stash.get(_LEFT_OUT, 0)):
+        terminalreporter.write_line(f"{count} GPU tests did not run: {reason}")
 
 
 def _draw(items: list[pytest.Item]) -> None:

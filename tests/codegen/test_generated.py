@@ -54,6 +54,7 @@ def test_the_repository_is_up_to_date() -> None:
     assert codegen.drift(generated(), paths.generated_dir()) == []
 
 
+@pytest.mark.slow  # beside it, test_the_repository_is_up_to_date
 def test_another_process_finds_the_same_bytes_fast_and_imports_no_torch() -> None:
     """Those of the files, which are the ones of this process (above), whatever the seed of hashes."""
     code = """

@@ -45,6 +45,7 @@ def test_evidence_and_caches_are_no_difference(tmp_path):
     assert differences(shipped, lambda folder: _write(folder, FILES)) == (2, [])
 
 
+@pytest.mark.slow  # codegen/test_generated.py does the same without the demo
 def test_the_shipped_kernels_follow_from_the_shipped_specs():
     _, found = differences(paths.generated_dir(), lambda folder: generate(paths.specs_dir(), folder))
     assert found == []

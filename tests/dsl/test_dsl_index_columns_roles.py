@@ -140,6 +140,7 @@ def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.drawn(2)
 def test_every_consumer_reduces_every_block(name: str, seed: int) -> None:
     check(name, seed)
 

@@ -659,7 +659,7 @@ def test_what_a_query_may_not_see_never_reaches_it(shape: Shape, num_ctas: int) 
 
 @pytest.mark.parametrize(("shape", "num_ctas"), [(Shape(), 1), (Shape(group=16, block_size=64, pages=2), 3)])
 @pytest.mark.parametrize("spoilt", [False, True])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("file", [DECODING, PACKED], ids=["e4m3", "nvfp4"])
 def test_blocks_are_decoded_before_they_are_multiplied(shape: Shape, num_ctas: int, spoilt: bool, file: Path) -> None:
     check(num_ctas, shape, num_ctas, spoilt=spoilt, file=file)

@@ -161,6 +161,7 @@ def test_the_switch_changes_attention_and_not_the_selection():
 
 
 @pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+@pytest.mark.drawn(1)
 def test_compiled_checkpointed_and_under_autocast(warmup):
     layer, hidden = layer_of(warmup), hidden_of()
 

@@ -95,6 +95,7 @@ def test_every_operator_is_among_these() -> None:
 
 @pytest.mark.parametrize("op", NEEDED)
 @pytest.mark.parametrize("backend", ["auto", "tilelang", "cutedsl"])
+@pytest.mark.drawn(20)
 def test_every_kernel_of_a_call_with_its_grid(op: str, backend: str) -> None:
     further = {} if op == "build_schedule" else {"backend": backend}
     queries = 8 if "decode" in op else 4096  # few queries are split, and merged

@@ -222,6 +222,7 @@ CONSEQUENCES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.drawn(50)
 def test_mistake(name: str, specs: Path) -> None:
     file, old, new, offset, sentence = MISTAKES[name]
     text = (specs / file).read_text()
