@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
 from typing import Any, NamedTuple
 
 import torch
@@ -118,9 +119,10 @@ class Bfloat16(NamedTuple):
         eager, ours = gradients(self.model, "eager"), gradients(self.model, "msa_tiles")
         for name, wanted in exact.items():
             assert (wanted is None) == (ours[name] is None) == ("indexer" in name), name
-            if wanted is not None:
-                error, accepted = (float((each[name].float() - wanted).norm()) for each in (ours, eager))
-                size = float(wanted.norm())
-                assert error <= RATIO * accepted + 1e-3 * size, (
-                    f"{name}: {error:.3g}, eager {accepted:.3g} of {size:.3g}"
-                )
+        sizes = {name: float(wanted.norm()) for name, wanted in exact.items() if wanted is not None}
+        errors = {name: [float((each[name].float() - exact[name]).norm()) for each in (ours, eager)] for name in sizes}
+        # A router's gradient has few directions, in which eager may be right by luck: 0.7% to 2.1% in four draws.
+        usual = statistics.median(errors[name][1] / size for name, size in sizes.items() if size)
+        for name, (error, accepted) in errors.items():
+            told = f"{name}: error {error:.3g}, eager {accepted:.3g}, of {sizes[name]:.3g}, usually {usual:.2g} of it"
+            assert error <= RATIO * max(accepted, usual * sizes[name]), told
