@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from msa_tiles import __version__, console, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
 from msa_tiles.commands._options import add_tree, is_target, targets_of
 from msa_tiles.errors import ToolError
+from msa_tiles.names import unknown
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
 COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune, bench)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and errors come through `console`, in whatever encoding a terminal has."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            console.write(file or sys.stderr, message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,14 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 for a failed check, 2 for bad input or a missing tool, 130 after Ctrl-C, 141 when nobody reads what is written.
     """
-    parser = argparse.ArgumentParser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
+    parser = Parser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add(subparsers)
     for each in subparsers.choices.values():
         add_tree(each)
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and not given[0].startswith("-") and given[0] not in subparsers.choices:
+        console.complain(f"msa-tiles: {unknown('command', given[0], subparsers.choices)}")
+        return 2
+    args = parser.parse_args(given)
     try:
         with contextlib.ExitStack() as used:
             for tree in args.tree:
@@ -45,10 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A compiler, a DSL or the cache; bad specs and bad calls. The message says which, and what to do.
         console.complain(f"msa-tiles {args.command}: {error}")
         return 2
-    except OSError as error:  # a path that cannot be read or written
-        if error.filename is None:
+    except OSError as error:  # a path that cannot be read or written, or a full disk behind stdout
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        console.complain(f"msa-tiles {args.command}: {error.filename}: {error.strerror}")
+        where = error.filename
+        if where is None:
+            where = "writing failed"
+            console.close()
+        console.complain(f"msa-tiles {args.command}: {where}: {error.strerror}")
         return 2
 
 

@@ -15,17 +15,24 @@ _SECONDS_BETWEEN_LINES = 5.0  # a log file gets a line now and then, a terminal 
 
 def say(text: str = "") -> None:
     """Write one line of a command's result."""
-    _write(sys.stdout, text + "\n")
+    write(sys.stdout, text + "\n")
 
 
 def complain(text: str) -> None:
     """Write one line about what went wrong."""
-    _write(sys.stderr, text + "\n")
+    write(sys.stderr, text + "\n")
 
 
 def note(text: str) -> None:
     """Write one line of progress, over the line that `progress` redraws."""
-    _write(sys.stderr, ("\r\x1b[K" if sys.stderr.isatty() else "") + text + "\n")
+    write(sys.stderr, ("\r\x1b[K" if sys.stderr.isatty() else "") + text + "\n")
+
+
+def write(stream: TextIO, text: str) -> None:
+    """What a terminal's encoding lacks is written as Python would escape it."""
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def close() -> None:
@@ -33,13 +40,6 @@ def close() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
-
-
-def _write(stream: TextIO, text: str) -> None:
-    """What a terminal's encoding lacks is written as Python would escape it."""
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
 
 
 def progress(items: Iterable[Item], label: str, name: Callable[[Item], str] | None = None) -> Iterator[Item]:
@@ -88,22 +88,22 @@ class _Meter:
         now = time.monotonic()
         if self.shown is None or now - self.shown >= (0.1 if self.terminal else _SECONDS_BETWEEN_LINES):
             self.shown = now
-            self._write("")
+            self.write("")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, GeneratorExit | KeyboardInterrupt):
             self.doing = self.doing if kind else ""
-            self._write("\n")
+            self.write("\n")
         elif self.terminal:  # whoever counted stopped early, and says why
-            _write(sys.stderr, "\n")
+            write(sys.stderr, "\n")
 
-    def _write(self, end: str) -> None:
+    def write(self, end: str) -> None:
         count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
         line = f"{self.label}: {count}, {time.monotonic() - self.started:.1f} s"
         line += f"; {self.doing}" if self.doing else ""
         if self.terminal:  # a line that wraps cannot be drawn over
             line = line[: shutil.get_terminal_size().columns - 1]
-        _write(sys.stderr, f"\r{line}\x1b[K{end}" if self.terminal else line + "\n")
+        write(sys.stderr, f"\r{line}\x1b[K{end}" if self.terminal else line + "\n")
 
 
 def table(rows: Sequence[Sequence[object]]) -> None:

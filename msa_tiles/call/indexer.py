@@ -115,6 +115,8 @@ def check_operands(
         validate.same_device("idx_k", idx_k, idx_q, "idx_q")
     else:
         validate.floating("idx_k", idx_k, dims, idx_q, "idx_q", further=(FP8,))
+    if idx_q.shape[2] == 0:
+        validate.refuse("idx_q", "index dim 0", "at least 1")
     if formats.width(idx_k) != idx_q.shape[2]:
         validate.refuse("idx_k", f"index dim {formats.width(idx_k)}", f"{idx_q.shape[2]} like idx_q")
     scales.of_queries(q_scale_name, q_scale, idx_q, "idx_q", "Hi")

@@ -31,13 +31,9 @@ from msa_tiles.runtime import packs
 from msa_tiles.runtime.compiler import find_compiled
 from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
 from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
+from msa_tiles.runtime.parts import WHOLES
 from msa_tiles.runtime.registry import Registry, default_registry
 
-# Operators whose time is that of the operators they are made of.
-WHOLES = {
-    "msa_decode": ("decode_score", "sparse_decode"),
-    "msa_attention": ("select_blocks", "sparse_attention", "index_kl"),
-}
 # Those that were timed as a whole, with the roofline of just these.
 TIMED = ("msa_decode",)
 # Takes a part of the work of the operator that launches it, whose roofline is of both.

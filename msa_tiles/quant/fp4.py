@@ -74,8 +74,10 @@ def _checked(tensor: Tensor, format: str) -> Tensor:
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
     group = GROUPS[format].size
-    if tensor.dim() < 2 or tensor.shape[-1] % group:
-        raise ValueError(f"tensor: got shape {list(tensor.shape)}; wanted [..., T, D] with D a multiple of {group}")
+    if tensor.dim() < 2 or tensor.shape[-1] % group or tensor.shape[-1] == 0:
+        raise ValueError(
+            f"tensor: got shape {list(tensor.shape)}; wanted [..., T, D] with D a multiple of {group}, {group} at least"
+        )
     return tensor.detach()
 
 

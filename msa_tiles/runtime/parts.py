@@ -33,6 +33,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("index_kl", "index_lse", "index_gradients"),
     ),
 }
+# Operators without kernels of their own, and those that no call of them does without.
+WHOLES: Mapping[str, tuple[str, ...]] = {
+    "msa_decode": ("decode_score", "sparse_decode"),
+    "msa_attention": ("select_blocks", "sparse_attention", "index_kl"),
+}
 
 
 def parts_of(op: str) -> tuple[str, ...]:
@@ -54,15 +59,16 @@ def variants_at(cell: Cell, fixed: Mapping[str, int]) -> Iterator[dict[str, int]
         yield dict(zip(cell.variants, point, strict=True))
 
 
-def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
+def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for") -> list[Job]:
     """The kernels that a call may launch on a target and no pack has, of the DSLs that are installed.
 
     `sparse_attention,precision=q16kv8,group=8,pages_per_block=1`: an operator, or `msa_decode` or `msa_attention`; its
     precision (bf16), or `any`; dims that differ from those of the M3 shape. Of those that follow from a call's lengths
     or from other dims every value is taken.
 
-    Raises ValueError for a call that no kernel serves.
+    Raises ValueError, which names the `argument`, for a call that no kernel serves, or a part of which none does.
     """
+    where = f"{argument} {call!r}" if not call.strip() else f"{argument} {call}"
     op, *settings = (word.strip() for word in call.split(","))
     given: dict[str, int] = {}
     precision = "bf16"
@@ -73,30 +79,35 @@ def jobs_for(call: str, registry: Registry, target: str) -> list[Job]:
         elif equals and value.isdigit():
             given[name] = int(value)
         else:
-            raise ValueError(f"--for {call}: {setting!r} is not NAME=NUMBER or precision=NAME")
+            raise ValueError(f"{where}: {setting!r} is not NAME=NUMBER or precision=NAME")
     # Two targets of a tree may be of one architecture, and each other's kernels serve.
     arch = registry.targets[target].arch
     cells = [cell for part in parts_of(op) for cell in registry.of(part) if cell.arch == arch]
     if not cells:
         every = sorted({*PARTS, *(cell.op for cell in registry.cells)})
-        raise ValueError(f"--for {call}: {unknown('operator', op, every)}" if op not in every
-                         else f"--for {call}: {op} has no kernels for {target}")  # fmt: skip
+        raise ValueError(f"{where}: {unknown('operator', op, every)}" if op not in every
+                         else f"{where}: {op} has no kernels for {target}")  # fmt: skip
     precisions = ["any", *registry.precisions, *(entry["group"] for entry in registry.formats.values())]
-    check(f"--for {call}: precision", [precision], precisions)
+    check(f"{where}: precision", [precision], precisions)
     dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
-    check(f"--for {call}: the compile-time dim", given, sorted(dims))
+    check(f"{where}: the compile-time dim", given, sorted(dims))
     fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
     jobs: dict[str, Job] = {}
+    asked: set[str] = set()
     served: set[str] = set()
     for cell in cells:
         # Parts that read nothing quantised have one precision for all.
         if precision in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
+            asked.add(cell.op)
             found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}
             some = (Job(each.cell, each.variant) for each in found if each.packed is None)
             jobs |= {str(job): job for job in some}
-    if (op if registry.of(op) else PARTS[op][0]) not in served:
-        raise ValueError(f"--for {call}: no kernel serves it on {target}")
+    # A precision of keys alone, or of index keys alone, is of those parts that read them.
+    needed = [part for part in WHOLES.get(op, (op,)) if part in asked] or [op]
+    if lacking := [part for part in needed if part not in served]:
+        parts = "" if lacking == [op] else f" of {' and '.join(lacking)}, which it launches,"
+        raise ValueError(f"{where}: no kernel{parts} serves it on {target}")
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
 
 
@@ -126,7 +137,7 @@ def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int
         target = device_facts(torch.device("cuda"), registry.targets.values()).target
     if target is None or target not in registry.targets:
         raise ValueError(f"target is {target!r}, wanted one of {', '.join(registry.targets)}")
-    wanted = {str(job): job for call in calls for job in jobs_for(call, registry, target)}
+    wanted = {str(job): job for call in calls for job in jobs_for(call, registry, target, "call")}
     outcomes = build(wanted.values(), registry.targets, workers=jobs or most_workers(), audited=False)
     failed = [f"{outcome.job}: {outcome.complaints[0]}" for outcome in outcomes if not outcome.good]
     if failed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -153,3 +155,23 @@ def test_an_operator_without_kernels_of_its_own_names_those_it_launches(capsys: 
     assert "--op decode_score,decode_topk,sparse_decode,combine" in line
     registry: Registry = default_registry()
     assert not registry.of("msa_decode")
+
+
+def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["suport"]) == 2
+    assert "msa-tiles: command suport is unknown; did you mean support?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shell", "status", "told"),
+    [
+        ("PYTHONIOENCODING=ascii {} support --help", 0, r"--op OP,\u2026"),
+        ("{} support > /dev/full", 2, "msa-tiles support: writing failed: No space left on device"),
+    ],
+    ids=["ascii", "full"],
+)
+def test_a_terminal_of_few_letters_and_a_disk_without_room(shell: str, status: int, told: str) -> None:
+    command = shell.format(f"{sys.executable} -m msa_tiles")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert told in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -299,12 +299,17 @@ class TestWhatACallNeeds:
             ("combine,width=3", "--for combine,width=3: the compile-time dim width is unknown; known: head_dim"),
             ("combine,head_dim", "'head_dim' is not NAME=NUMBER or precision=NAME"),
             ("combine,head_dim=96", "no kernel serves it on sm90"),
+            ("msa_decode,group=7", "no kernel of sparse_decode, which it launches, serves it on sm90"),
+            ("msa_attention,group=7", "no kernel of sparse_attention and index_kl, which it launches, serves it"),
+            ("", "--for '': operator  is unknown"),
             ("sparse_attention,precision=nvfp4,head_dim=96", "no kernel serves it on sm90"),
         ],
     )
     def test_calls_that_are_none(self, call: str, sentence: str) -> None:
         with pytest.raises(ValueError, match=sentence):
             parts.jobs_for(call, default_registry(), "sm90")
+        with pytest.raises(ValueError, match=r"^call "):
+            parts.warm(call, target="sm90")
 
     def test_build_for_a_call(
         self, log: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
