@@ -180,8 +180,13 @@ class DecodeScore:
 
     CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
     block that is decoded is multiplied with eight queries after the other, of as many as a tile has. What the warps
-    found of it meets in shared memory, for many blocks at a time. Each warp that is not idle finds the CTA's run by
-    itself, 32 requests at a time.
+    found of it meets in shared memory, for many blocks at a time (named barrier 1, of the consumers). Each warp that is
+    not idle finds the CTA's run by itself, 32 requests at a time.
+
+    TMA brings the rows of a stage, and every lane of the producer copies some of its scales: both fill it. A stage is
+    handed back when the last product of its block is there, and not when it has been decoded: an arrival may overtake
+    loads of shared memory whose results nobody has used. Queries and keys are multiplied in 16 bits that hold codes
+    times scales exactly, float16 for NVFP4; a power of two of its own keeps each row of queries within them.
     """
 
     def __init__(self, head_dim, block_size, pages_per_block, **scales):
