@@ -8,9 +8,8 @@
 #   idx_k         [total_q, head_dim]  bfloat16  last stride 1; or float32
 #   slot_mapping  [total_q]            int32     any strides; -1 pads; or int64; page * page_size + place
 # Outputs
-#   cache  [num_pages, page_size, head_dim]  uint8          last stride 1
-#   scale  [num_pages, page_size]            float8_e4m3fn  any strides; optional; or one number, an input, without
-#                                                           token_scales; of 4 bits one for every group of a key
+#   cache  [num_pages, page_size, head_dim / 2]   uint8          last stride 1
+#   scale  [num_pages, page_size, head_dim / 16]  float8_e4m3fn  any strides; optional; one for 16 values
 # Dims
 #   head_dim      compiled for 128, 64
 #   float32_rows  compiled for 0, 1

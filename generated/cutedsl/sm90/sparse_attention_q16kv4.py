@@ -6,13 +6,12 @@
 #
 # Inputs
 #   q              [total_q, num_q_heads, head_dim]                         bfloat16       last stride 1
-#   k              [total_k, num_kv_heads, head_dim]                        uint8          last stride 1
-#   v              [total_k, num_kv_heads, head_dim]                        uint8          last stride 1
-#   k_scale        [total_k, num_kv_heads]                                  float8_e4m3fn  any strides; optional; or
-#                                                                                          [num_kv_heads], without
-#                                                                                          token_scales
-#   v_scale        [total_k, num_kv_heads]                                  float8_e4m3fn  any strides; optional; like
-#                                                                                          k_scale
+#   k              [total_k, num_kv_heads, head_dim / 2]                    uint8          last stride 1
+#   v              [total_k, num_kv_heads, head_dim / 2]                    uint8          last stride 1
+#   k_scale        [total_k, num_kv_heads, head_dim / 16]                   float8_e4m3fn  any strides; optional; one
+#                                                                                          for 16 values
+#   v_scale        [total_k, num_kv_heads, head_dim / 16]                   float8_e4m3fn  any strides; optional; one
+#                                                                                          for 16 values
 #   block_indices  [num_kv_heads, total_q, topk]                            int32          any strides; -1 pads; in any
 #                                                                                          order, distinct within a row
 #   cu_seqlens_q   [num_sequences + 1]                                      int32          contiguous; optional

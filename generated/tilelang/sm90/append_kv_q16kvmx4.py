@@ -9,12 +9,12 @@
 #   v             [total_q, num_kv_heads, head_dim]  bfloat16  last stride 1; like k
 #   slot_mapping  [total_q]                          int32     any strides; -1 pads; or int64; page * page_size + place
 # Outputs
-#   k_cache  [num_pages, num_kv_heads, page_size, head_dim]  uint8           last stride 1
-#   v_cache  [num_pages, num_kv_heads, page_size, head_dim]  uint8           last stride 1
-#   k_scale  [num_pages, num_kv_heads, page_size]            float8_e8m0fnu  any strides; optional; or [num_kv_heads],
-#                                                                            an input, without token_scales; of 4 bits
-#                                                                            one for every group of a row
-#   v_scale  [num_pages, num_kv_heads, page_size]            float8_e8m0fnu  any strides; optional; like k_scale
+#   k_cache  [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8           last stride 1
+#   v_cache  [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8           last stride 1
+#   k_scale  [num_pages, num_kv_heads, page_size, head_dim / 32]  float8_e8m0fnu  any strides; optional; one for 32
+#                                                                                 values
+#   v_scale  [num_pages, num_kv_heads, page_size, head_dim / 32]  float8_e8m0fnu  any strides; optional; one for 32
+#                                                                                 values
 # Dims
 #   head_dim      compiled for 128, 64
 #   float32_rows  compiled for 0, 1

@@ -6,15 +6,15 @@
 #
 # Inputs
 #   idx_q         [total_q, num_index_heads, head_dim]                     bfloat16       last stride 1
-#   idx_k         [total_k, head_dim]                                      uint8          last stride 1
+#   idx_k         [total_k, head_dim / 2]                                  uint8          last stride 1
 #   cu_seqlens_q  [num_sequences + 1]                                      int32          contiguous; optional
 #   cu_seqlens_k  [num_sequences + 1]                                      int32          contiguous; optional
 #   seqused_k     [num_sequences]                                          int32          contiguous; optional
 #   page_table    [num_sequences, pages_per_block * total_k / block_size]  int32          last stride 1; optional; or
 #                                                                                         more columns
 #   q_positions   [total_q]                                                int32          contiguous; optional
-#   k_scale       [total_k]                                                float8_e4m3fn  any strides; optional; or one
-#                                                                                         of all keys
+#   k_scale       [total_k, head_dim / 16]                                 float8_e4m3fn  any strides; optional; one for
+#                                                                                         16 values
 # Outputs
 #   out  [num_index_heads, total_q, max_blocks]  float32  last stride 1; -inf where a block has no visible key
 # Parameters
