@@ -44,6 +44,7 @@ class Generated:
     files: Mapping[str, str]
     index: Mapping[str, Any]
     unfit: Mapping[str, str] = field(default_factory=dict)  # why cells that follow from a target's parent are missing
+    archs: Mapping[str, str] = field(default_factory=dict)  # what each cell is compiled for
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def produce(
         paths |= {plan.cell: path for plan in sharing}
     files |= copies
     made = index(specs, all_plans, digests, paths)
-    return Generated(tuple(all_plans), paths, files, made if beneath is None else added(made, beneath), unfit)
+    archs = {plan.cell: specs.targets[plan.target].arch for plan in all_plans}
+    return Generated(tuple(all_plans), paths, files, made if beneath is None else added(made, beneath), unfit, archs)
 
 
 def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
@@ -235,11 +237,11 @@ def _difference(path: str, present: str, wanted: str, generated: Generated) -> s
         return "is not the copy of the operand that stands beside the specs"
     if without_header(present) == without_header(wanted):
         return "has an old header: its contract, a helper that it imports or the toolchain changed"
-    archs = {plan.cell: generated.index["targets"][plan.target]["arch"] for plan in generated.plans}
     dsl = path.split("/")[0]
     try:
         consistent = all(
-            digest_of(present, dsl, archs.get(cell, "")) == digest for cell, digest in recorded_digests(present).items()
+            digest_of(present, dsl, generated.archs.get(cell, "")) == digest
+            for cell, digest in recorded_digests(present).items()
         )
     except SyntaxError:
         consistent = False

@@ -375,6 +375,15 @@ def test_a_target_without_kernels_is_told_what_it_lacks(capsys: pytest.CaptureFi
     assert "kernels of sm103 are generated into a tree of your own alone: --tree DIR" in capsys.readouterr().err
 
 
+def test_a_hand_edit_of_a_target_that_lies_beneath_is_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--tree", str(tmp_path), "--target", "sm103", "--op", "combine"]) == 0
+    kernel = tmp_path / "generated/cutedsl/sm103/combine_bf16.py"
+    kernel.write_text(kernel.read_text() + "\nEDITED = 1\n")
+    capsys.readouterr()
+    assert cli.main(["generate", "--check", "--tree", str(tmp_path), "--op", "combine"]) == 1
+    assert f"{kernel} does not match its own digest: it was edited by hand" in capsys.readouterr().err
+
+
 def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
