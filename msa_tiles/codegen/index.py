@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.paths import generated_dir
 from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
 INDEX = "index.json"
@@ -43,22 +44,24 @@ def added(made: Mapping[str, Any], beneath: Mapping[str, Any]) -> dict[str, Any]
 
 
 def joined(directories: Iterable[Path]) -> dict[str, Any]:
-    """The indices of several directories as one; what a later one has goes before the same of an earlier one.
+    """The indices of directories of kernels as one; what a later one has goes before the same of an earlier one.
 
     Raises ValueError for one that is missing or malformed.
     """
     found: dict[str, Any] = {part: {} for part in _NAMED}
     cells: dict[str, Any] = {}
     for file in (directory / INDEX for directory in directories):
+        tree = "" if file.parent == generated_dir() else f" --tree {file.parent.parent}"
+        again = f"run `msa-tiles generate{tree}`"
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
             for part in _NAMED:
                 found[part] |= document[part]
             cells |= {cell["id"]: cell for cell in document["cells"]}
         except OSError as error:
-            raise ValueError(f"{file} cannot be read ({error.strerror}); run `msa-tiles generate` for it") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no index of kernels; run `msa-tiles generate` for it") from error
+            raise ValueError(f"{file} cannot be read ({error.strerror}); {again}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{file} is no index of kernels; {again}") from error
     return {**found, "cells": list(cells.values())}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from msa_tiles import paths, trees
+from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.index import INDEX, joined
 from msa_tiles.codegen.writer import Generated, produce
@@ -23,13 +24,13 @@ def produce_own(specs: Specs, requested: Collection[str] = ()) -> Generated:
 
     Targets that are generated on request count where they are `requested`, and where the tree has kernels of them.
 
-    Raises SpecError, and ValueError where an index is malformed or there is no tree.
+    Raises SpecError, and ValueError where an index beneath is malformed or there is no tree. The tree's own is to be
+    written anew, whatever is there.
     """
     top, *others = trees.stack()
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
     lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if _is_generated(tree))]
-    present = joined([top.generated])["cells"] if _is_generated(top) else []
-    wanted = {*requested, *(cell["target"] for cell in present)}
+    wanted = {*requested, *_present(top)}
     return produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
 
 
@@ -47,6 +48,15 @@ def only(specs: Specs, target: str) -> Specs:
     }
     operators = {name: dataclasses.replace(each, kernels=kernels[name]) for name, each in specs.operators.items()}
     return dataclasses.replace(specs, operators=frozen(operators))
+
+
+def _present(tree: trees.Tree) -> set[str]:
+    """The targets that a tree has kernels of: by its index, or by the headers of its kernels where it has none."""
+    try:
+        return {cell["target"] for cell in joined([tree.generated])["cells"]}
+    except (ValueError, KeyError):
+        texts = (file.read_text(encoding="utf-8", errors="replace") for file in tree.generated.rglob("*.py"))
+        return {cell.split(".")[2] for text in texts for cell in recorded_digests(text) if cell.count(".") > 2}
 
 
 def _is_generated(tree: trees.Tree) -> bool:

@@ -384,6 +384,26 @@ def test_a_hand_edit_of_a_target_that_lies_beneath_is_drift(tmp_path: Path, caps
     assert f"{kernel} does not match its own digest: it was edited by hand" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["{", '{"targets": {}, "formats": {}, "precisions": {}, "cells": [{"id": "a"}]}'])
+def test_a_damaged_index_is_written_anew(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the kernels of targets on request that lie in the tree, though nothing but their headers tells of them."""
+    one = ["--tree", str(tmp_path / "a")]
+    (tmp_path / "a").mkdir()
+    assert cli.main(["generate", *one, "--target", "sm103"]) == 0
+    index = tmp_path / "a/generated/index.json"
+    whole, others = index.read_text(), contents(tmp_path / "a/generated/cutedsl")
+    index.write_text(text)
+    (tmp_path / "b").mkdir()
+    capsys.readouterr()
+    assert cli.main(["generate", *one, "--tree", str(tmp_path / "b")]) == 2
+    sentence = f"{index} is no index of kernels; run `msa-tiles generate --tree {tmp_path}/a`"
+    assert (sentence in capsys.readouterr().err) == ("id" not in text)
+    assert cli.main(["generate", "--check", *one]) == 1
+    assert f"{index} is not what the specs declare" in capsys.readouterr().err
+    assert cli.main(["generate", *one]) == 0
+    assert (index.read_text(), contents(tmp_path / "a/generated/cutedsl")) == (whole, others)
+
+
 def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
