@@ -96,6 +96,9 @@ def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
     """The tree at a path, which is looked at but not used. Raises TreeError."""
     directory = Path(path).expanduser().resolve()
     by = f"{named_by}: " if named_by else ""
+    if directory.exists() and not directory.is_dir():
+        kind = "a file" if directory.is_file() else "no directory"
+        raise TreeError(f"{by}{directory} is {kind}, and a tree is a directory: name the one that its folders lie in")
     if not directory.is_dir():
         raise TreeError(f"{by}there is no directory {directory} to use as a tree; make it first, an empty one will do")
     if any(directory.iterdir()) and not any((directory / folder).is_dir() for folder in FOLDERS):

@@ -249,7 +249,8 @@ def test_what_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     write(tmp_path / "notes.txt", "")
     for path, sentence in (
         (tmp_path / "none", "there is no directory"),
-        (tmp_path / "notes.txt", "there is no directory"),
+        (tmp_path / "notes.txt", "notes.txt is a file, and a tree is a directory"),
+        (Path(os.devnull), "null is no directory, and a tree is a directory"),
         (tmp_path, "it has none of the folders specs, skeletons, operands, generated"),
     ):
         with pytest.raises(trees.TreeError, match=sentence):
