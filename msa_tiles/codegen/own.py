@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
@@ -14,22 +14,22 @@ from msa_tiles.spec import Specs, load
 from msa_tiles.spec.model import frozen
 
 
-def specs_in_use() -> Specs:
-    """The shipped specs, with what the trees in use extend or replace. Raises SpecError."""
-    return load(*trees.specs_dirs())
+def specs_in_use(stack: Sequence[trees.Tree] | None = None) -> Specs:
+    """The shipped specs, with what the trees in use, or these, extend or replace. Raises SpecError."""
+    return load(*trees.specs_dirs(stack))
 
 
-def produce_own(specs: Specs, requested: Collection[str] = ()) -> Generated:
-    """Render the cells of the tree on top: those that are new or other than beneath it.
+def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[trees.Tree] | None = None) -> Generated:
+    """Render the cells of the tree on top of those in use, or of a `stack`: those that are new or other than beneath.
 
     Targets that are generated on request count where they are `requested`, and where the tree has kernels of them.
 
     Raises SpecError, and ValueError where an index beneath is malformed or there is no tree. The tree's own is to be
     written anew, whatever is there.
     """
-    top, *others = trees.stack()
+    top, *others = trees.stack() if stack is None else stack
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
-    lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if _is_generated(tree))]
+    lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if is_generated(tree))]
     wanted = {*requested, *_present(top)}
     return produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
 
@@ -59,5 +59,6 @@ def _present(tree: trees.Tree) -> set[str]:
         return {cell.split(".")[2] for text in texts for cell in recorded_digests(text) if cell.count(".") > 2}
 
 
-def _is_generated(tree: trees.Tree) -> bool:
+def is_generated(tree: trees.Tree) -> bool:
+    """Whether a tree has an index of kernels, of which there may be none."""
     return (tree.generated / INDEX).is_file()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msa_tiles import console, trees
 from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of, show_lacks
@@ -13,7 +14,10 @@ from msa_tiles.names import counted
 from msa_tiles.paths import generated_dir, specs_dir
 
 if TYPE_CHECKING:
+    from msa_tiles.codegen import Generated, Selection
     from msa_tiles.spec import Specs
+
+_NOTHING = "no kernel beyond what lies beneath"
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -53,30 +57,21 @@ def run(args: argparse.Namespace) -> int:
         refuse_unwritable("--out" if args.out else "--tree" if tree else "the checkout", out, directory=True)
     if tree is None:
         console.note(f"rendering the kernels of {args.specs or specs_dir()}")
-        generated = codegen.produce(specs, tree=args.specs or specs_dir())
+        made = [_Part(out, codegen.produce(specs, tree=args.specs or specs_dir()), "")]
     else:
-        console.note(f"rendering the kernels of {tree.directory}")
-        generated = own.produce_own(specs, asked)
-    count = sum(selection.holds(plan.cell) for plan in generated.plans)
+        made = _parts_of_trees(specs, asked, beneath=args.check)
+    count = sum(selection.holds(plan.cell) for part in made for plan in part.generated.plans)
     if not count and any(filters.values()):
-        where = "no row of a spec" if tree is None else f"nothing that {tree.directory} declares"
+        where = "no row of a spec" if tree is None else f"nothing that {_named(trees.stack(), args.check)} declares"
         raise ValueError(f"{where} matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
-    if not count and tree is not None:
+    if not made:
         raise ValueError(
-            f"{tree.directory} declares no kernel beyond what lies beneath: put specs, skeletons or operands there, or "
+            f"{_named(trees.stack(), args.check)} declares {_NOTHING}: put specs, skeletons or operands there, or "
             f"name a target that is generated on request, --target {_requestable(specs)}"
         )
     if args.check:
-        problems = codegen.drift(generated, out, selection)
-        for problem in problems:
-            console.complain(f"{out}/{problem}")
-        if problems:
-            console.complain(f"{len(problems)} of the generated files need `msa-tiles generate`")
-            return 1
-        console.say(
-            f"{counted(count, 'kernel')} {'is what its spec says' if count == 1 else 'are what their specs say'}"
-        )
-        return 0
+        return _check(made, count, selection)
+    [(_, generated, _)] = made
     changes = codegen.write(generated, out, selection)
     for path in changes.written:
         console.say(f"wrote {out}/{path}")
@@ -87,10 +82,62 @@ def run(args: argparse.Namespace) -> int:
     console.say(
         f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
     )
+    if tree is not None and not generated.plans:
+        console.say(f"{tree.directory} declares {_NOTHING}")
     if args.specs is None:
         own_targets = [] if tree is None else generated.index["targets"]
         show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
     return 0
+
+
+class _Part(NamedTuple):
+    """What is generated into one directory, and the trees to name for it."""
+
+    out: Path
+    generated: Generated
+    named: str
+
+
+def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_Part]:
+    """What the tree on top declares and, if wanted, each of those beneath it: the lowest one first.
+
+    Those that declare no kernel and have no index are left out; ``asked`` are targets on request for the top one.
+    """
+    from msa_tiles.codegen import own
+
+    stack, parts = trees.stack(), []
+    for depth in reversed(range(len(stack) if beneath else 1)):
+        tree, part = stack[depth], stack[depth:]
+        console.note(f"rendering the kernels of {tree.directory}")
+        generated = own.produce_own(own.specs_in_use(part) if depth else specs, () if depth else asked, part)
+        if generated.plans or own.is_generated(tree):
+            named = "".join(f" --tree {each.directory}" for each in reversed(part))
+            parts.append(_Part(tree.generated, generated, named))
+    return parts
+
+
+def _check(parts: Sequence[_Part], count: int, selection: Selection) -> int:
+    """Complain of each file that is not what it should be; the exit status."""
+    from msa_tiles.codegen import drift
+
+    drifted = False
+    for out, generated, named in parts:
+        problems = drift(generated, out, selection)
+        for problem in problems:
+            console.complain(f"{out}/{problem}")
+        if problems:
+            verb = "needs" if len(problems) == 1 else "need"
+            console.complain(f"{len(problems)} of the generated files {verb} `msa-tiles generate{named}`")
+            drifted = True
+    if not drifted:
+        are = "is what its spec says" if count == 1 else "are what their specs say"
+        console.say(f"{counted(count, 'kernel')} {are}")
+    return 1 if drifted else 0
+
+
+def _named(stack: Sequence[trees.Tree], every: bool) -> str:
+    """The tree on top, or every one, for a message."""
+    return " or ".join(str(tree.directory) for tree in (stack if every else stack[:1]))
 
 
 def _places(args: argparse.Namespace) -> tuple[trees.Tree | None, Path]:

@@ -405,6 +405,57 @@ def test_a_damaged_index_is_written_anew(text: str, tmp_path: Path, capsys: pyte
     assert (index.read_text(), contents(tmp_path / "a/generated/cutedsl")) == (whole, others)
 
 
+def test_what_a_tree_declares_no_longer_goes(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row that says what the shipped one says, after one that said something else."""
+    own = tmp_path / "own"
+    row = write(own / "specs/operators/sparse_decode.yaml", OPERATOR.replace("<= 1000", "<= 1001"))
+    shutil.copytree(tree / "generated", own / "generated")
+    shutil.rmtree(own / "generated/cutedsl/sm90small")
+    shutil.rmtree(own / "generated/tilelang")
+    index = json.loads((own / "generated/index.json").read_text())
+    cells = [cell for cell in index["cells"] if cell["id"] == CELL]
+    (own / "generated/index.json").write_text(json.dumps({**index, "targets": {}, "cells": cells}))
+    row.write_text("op: sparse_decode\ninherits: sparse_decode\n")
+    kernel = own / "generated/cutedsl/sm90/sparse_decode_bf16.py"
+    assert kernel.is_file()
+    assert cli.main(["generate", "--check", "--tree", str(own)]) == 1
+    complaints = capsys.readouterr().err
+    assert f"{kernel} is an orphan: no spec asks for it" in complaints
+    assert f"{own}/generated/index.json is not what the specs declare" in complaints
+    assert f"2 of the generated files need `msa-tiles generate --tree {own}`" in complaints
+    assert cli.main(["generate", "--tree", str(own)]) == 0
+    out = capsys.readouterr().out
+    assert f"deleted {kernel}, which no spec asks for" in out
+    assert f"{own} declares no kernel beyond what lies beneath" in out
+    assert not kernel.exists()
+    with msa_tiles.use_tree(own):
+        assert all(cell.tree is None for cell in default_registry().cells)
+    assert cli.main(["generate", "--check", "--tree", str(own)]) == 0
+
+
+def test_trees_on_one_another_are_checked_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    low, high, empty = tmp_path / "low", tmp_path / "high", tmp_path / "empty"
+    combine = "cutedsl/simt/combine.py"
+    text = (SKELETONS / combine).read_text()
+    write(low / "skeletons" / combine, text + "\n\nOWN = 1\n")
+    write(high / "skeletons" / combine, text + "\n\nOWN = 2\n")
+    empty.mkdir()
+    both = ["--tree", str(low), "--tree", str(high)]
+    assert cli.main(["generate", "--tree", str(low)]) == 0
+    assert cli.main(["generate", *both]) == 0
+    capsys.readouterr()
+    assert cli.main(["generate", "--check", *both, "--tree", str(empty)]) == 0
+    assert "4 kernels are what their specs say" in capsys.readouterr().out
+    for tree, named in ((low, f"--tree {low}"), (high, f"--tree {low} --tree {high}")):
+        kernel = tree / "generated/cutedsl/sm90/combine_bf16.py"
+        kernel.write_text(kernel.read_text() + "\nEDITED = 1\n")
+        assert cli.main(["generate", "--check", *both]) == 1
+        complaints = capsys.readouterr().err
+        assert f"{kernel} does not match its own digest" in complaints
+        assert f"1 of the generated files needs `msa-tiles generate {named}`" in complaints
+    assert f"{low}/generated/cutedsl" in complaints
+
+
 def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
