@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from msa_tiles.codegen.own import produce_for
+from msa_tiles.codegen.own import produce_for, specs_in_use
+from msa_tiles.codegen.plan import Selection
 from msa_tiles.spec import KernelRow, Operator, Specs, Target
 from msa_tiles.spec.loader import unfit
 
@@ -40,12 +41,27 @@ def lacks(specs: Specs, name: str, present: Collection[str] | None = None, ops: 
                 sentences = [why for cell, _, why in cannot if precision in cell.split(".")]
                 missing.setdefault(_reason(operator, precision, target, specs, sentences), []).append(precision)
             elif present is not None and not any(cell in present for cell in can):
-                remedy = f"nothing: msa-tiles generate --tree DIR --target {name}"
+                remedy = f"nothing: {_command(name)}"
                 missing.setdefault(("it can be generated and is not", remedy), []).append(precision)
         for (reason, remedy), named in missing.items():
             what = op if named == precisions else f"{op} ({', '.join(named)})"
             found.append(Lack(what, reason, remedy))
     return found
+
+
+def ungenerated(target: str, selection: Selection, present: Collection[str]) -> str:
+    """Says how to generate what is selected and not `present`, where a target has kernels on request; else empty."""
+    specs = specs_in_use()
+    if target not in specs.targets or not specs.targets[target].on_request:
+        return ""
+    plans = produce_for(specs, target).plans
+    missing = dict.fromkeys(plan.op for plan in plans if selection.holds(plan.cell) and plan.cell not in present)
+    not_there = "is not" if len(missing) == 1 else "are not"
+    return f"{', '.join(missing)} can be generated for {target} and {not_there}: {_command(target)}" if missing else ""
+
+
+def _command(target: str) -> str:
+    return f"msa-tiles generate --tree DIR --target {target}"
 
 
 def _reason(operator: Operator, precision: str, target: Target, specs: Specs, sentences: list[str]) -> tuple[str, str]:

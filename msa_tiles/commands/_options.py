@@ -135,8 +135,24 @@ def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
     check_filters(filters, known)
     cells = registry.select(**filters)
     if not cells:
-        raise ValueError(f"no cell matches {filter_text(filters) or 'an empty index'}; `msa-tiles support` lists all")
+        remedy = ungenerated(registry, **filters) or "`msa-tiles support` lists all"
+        raise ValueError(f"no cell matches {filter_text(filters) or 'an empty index'}; {remedy}")
     return cells
+
+
+def ungenerated(
+    registry: Registry,
+    op: Collection[str],
+    target: Iterable[str],
+    precision: Collection[str],
+    dsl: Collection[str] = (),
+) -> str:
+    """Says how kernels come that match these filters and that targets have on request alone; empty where none do."""
+    from msa_tiles.codegen import Selection, lacks
+
+    named = [name for name in registry.precisions if {name, registry.group_of(name)} & set(precision)]
+    selection, present = Selection(op, dsl, (), named), {cell.id for cell in registry.cells}
+    return "; ".join(filter(None, (lacks.ungenerated(name, selection, present) for name in target)))
 
 
 def on_target(cells: Iterable[Cell], facts: DeviceFacts, args: argparse.Namespace) -> list[Cell]:

@@ -16,6 +16,7 @@ from msa_tiles.commands._options import (
     check_filters,
     processes,
     select,
+    ungenerated,
     without_missing,
 )
 from msa_tiles.files import refuse_unwritable
@@ -129,7 +130,6 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.build import build
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.facts import device_facts
-    from msa_tiles.runtime.parts import jobs_for
     from msa_tiles.spec.model import DSLS
 
     if args.audit or args.op or args.precision or args.variant:
@@ -144,7 +144,7 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
         targets = [] if here is None else [here]
     if not targets:
         raise ValueError(f"--for needs --target, one of {', '.join(registry.targets)}")
-    wanted = {str(job): job for target in targets for call in args.calls for job in jobs_for(call, registry, target)}
+    wanted = {str(job): job for target in targets for call in args.calls for job in _jobs(call, registry, target)}
     jobs = [job for job in wanted.values() if not args.dsl or job.cell.dsl in args.dsl]
     if wanted and not jobs:
         raise ValueError(f"--dsl {','.join(args.dsl)}: the kernels that would run are all of another DSL")
@@ -162,6 +162,19 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
         f"{len(jobs) - bad} of {len(jobs)} kernels are compiled for {', '.join(targets)}: {', '.join(args.calls)}"
     )
     return 1 if bad else 0
+
+
+def _jobs(call: str, registry: Registry, target: str) -> list[Job]:
+    """The kernels that a call may launch. Raises ValueError, which says so where they can be generated."""
+    from msa_tiles.runtime.parts import WHOLES, UnservedError, jobs_for
+
+    try:
+        return jobs_for(call, registry, target)
+    except UnservedError as error:
+        precisions = [] if error.precision == "any" else [error.precision]
+        if remedy := ungenerated(registry, WHOLES.get(error.op, (error.op,)), [target], precisions):
+            raise ValueError(f"{error}; {remedy}") from error
+        raise
 
 
 def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -> None:

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_json, add_names, add_variant, at_least, is_target, known_names
+from msa_tiles.commands._options import (
+    add_json,
+    add_names,
+    add_variant,
+    at_least,
+    is_target,
+    known_names,
+    ungenerated,
+)
 from msa_tiles.commands.support import is_generated
 from msa_tiles.names import check, unknown
 from msa_tiles.spec.model import DSLS
@@ -104,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries:
-        return _rehearse(args, ops, name, registry)
+        return _rehearse(args, ops, name, device.target, registry)
     decisions = {op: _decide(op, args, registry, torch_device, device) for op in ops}
     alone = bool(registry.of(args.op))
     shown = {args.op: decisions[args.op]} if alone else decisions
@@ -132,11 +140,12 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError("--keys and --requests need --queries: the query tokens of each request")
 
 
-def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, registry: Registry) -> int:
+def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, target: str | None, registry: Registry) -> int:
     """A dry run of a call of these sizes."""
     from msa_tiles import ops as operators
     from msa_tiles.explaining import explain
     from msa_tiles.explaining.examples import call_of
+    from msa_tiles.runtime.parts import WHOLES
 
     if args.op not in operators.__all__:
         raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
@@ -157,6 +166,8 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, registry:
     backend = {} if args.op == "build_schedule" else {"backend": args.backend}
     told = explain(getattr(operators, args.op), **call, **backend, device=name)
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
+    if target is not None and not (told.served or args.json):
+        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, args.precision)
     return 0 if told.served else 1
 
 
@@ -234,6 +245,8 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
             console.say(f"    {sentence}")
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
+        if device_target := decision.device.target:
+            _say_remedy(registry, [op], device_target, call.precision)
         return
     if decision.figure is not None:
         figure = decision.figure
@@ -243,6 +256,12 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
         )
         console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
+
+
+def _say_remedy(registry: Registry, ops: Sequence[str], target: str, precision: str) -> None:
+    """How kernels come that the target has on request."""
+    if remedy := ungenerated(registry, ops, [target], [precision]):
+        console.say(remedy)
 
 
 def _whence(cell: Cell) -> str:

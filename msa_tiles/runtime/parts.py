@@ -40,6 +40,14 @@ WHOLES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class UnservedError(ValueError):
+    """No kernel serves a call that was named: of an operator, in a precision or group, or ``any``."""
+
+    def __init__(self, sentence: str, op: str, precision: str) -> None:
+        super().__init__(sentence)
+        self.op, self.precision = op, precision
+
+
 def parts_of(op: str) -> tuple[str, ...]:
     """The operators whose kernels a call of `op` may launch, its own first where it has some."""
     return tuple(dict.fromkeys((op, *PARTS.get(op, ()))))
@@ -66,7 +74,8 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     precision (bf16), or `any`; dims that differ from those of the M3 shape. Of those that follow from a call's lengths
     or from other dims every value is taken.
 
-    Raises ValueError, which names the `argument`, for a call that no kernel serves, or a part of which none does.
+    Raises ValueError, which names the `argument`, for what is no call, and UnservedError for a call that no kernel
+    serves, or a part of which none does.
     """
     where = f"{argument} {call!r}" if not call.strip() else f"{argument} {call}"
     op, *settings = (word.strip() for word in call.split(","))
@@ -85,8 +94,9 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     cells = [cell for part in parts_of(op) for cell in registry.of(part) if cell.arch == arch]
     if not cells:
         every = sorted({*PARTS, *(cell.op for cell in registry.cells)})
-        raise ValueError(f"{where}: {unknown('operator', op, every)}" if op not in every
-                         else f"{where}: {op} has no kernels for {target}")  # fmt: skip
+        if op not in every:
+            raise ValueError(f"{where}: {unknown('operator', op, every)}")
+        raise UnservedError(f"{where}: {op} has no kernels for {target}", op, precision)
     precisions = ["any", *registry.precisions, *(entry["group"] for entry in registry.formats.values())]
     check(f"{where}: precision", [precision], precisions)
     dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
@@ -107,7 +117,7 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     needed = [part for part in WHOLES.get(op, (op,)) if part in asked] or [op]
     if lacking := [part for part in needed if part not in served]:
         parts = "" if lacking == [op] else f" of {' and '.join(lacking)}, which it launches,"
-        raise ValueError(f"{where}: no kernel{parts} serves it on {target}")
+        raise UnservedError(f"{where}: no kernel{parts} serves it on {target}", op, precision)
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
 
 

@@ -405,6 +405,35 @@ def test_a_damaged_index_is_written_anew(text: str, tmp_path: Path, capsys: pyte
     assert (index.read_text(), contents(tmp_path / "a/generated/cutedsl")) == (whole, others)
 
 
+@pytest.mark.parametrize(
+    "command, status, names",
+    [
+        ("explain sparse_attention --device B300", 1, "sparse_attention can be generated for sm103 and is not"),
+        ("explain sparse_attention --device sm103 --precision fp8", 1, ""),
+        ("explain sparse_decode --device sm103", 1, ""),
+        ("build --target sm103 --op combine", 2, "combine can be generated for sm103 and is not"),
+        ("build --target sm103 --op combine --precision fp8", 2, ""),
+        ("build --target sm103 --op topk_select", 2, ""),
+        ("build --for sparse_attention --target sm103", 2, "sparse_attention can be generated for sm103 and is not"),
+        ("build --for sparse_attention,precision=fp8 --target sm103", 2, ""),
+        ("build --for msa_decode --target sm103", 2, ""),
+        (
+            "explain sparse_attention --device sm103 --queries 256",
+            1,
+            "sparse_attention can be generated for sm103 and is not",
+        ),
+        ("build --for sparse_attention,no --target sm103", 2, ""),
+    ],
+)
+def test_what_can_be_generated_is_said_to_be_so(
+    command: str, status: int, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.split()) == status
+    text = "".join(capsys.readouterr())
+    assert ("generate --tree" in text) == bool(names)
+    assert not names or f"{names}: msa-tiles generate --tree DIR --target sm103" in text
+
+
 def test_what_a_tree_declares_no_longer_goes(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row that says what the shipped one says, after one that said something else."""
     own = tmp_path / "own"
