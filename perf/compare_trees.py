@@ -1,11 +1,16 @@
 """Times the kernels of two checkouts against each other, alternately, on the card at hand.
 
-    python perf/compare_trees.py OLD [NEW] [--op OP …] [--case CASE …] [--dsl DSL …] [--rounds 5] [--out FILE]
+    python perf/compare_trees.py OLD [NEW] [--op OP …] [--case CASE …] [--dsl DSL …] [--rounds 16] [--out FILE]
 
 OLD and NEW (default: this checkout) are checkouts of the project. Each runs in a process of its own, with its own
 kernels and launches, on inputs of the same seeds; the processes take turns, so that only one of them is on the card at
-a time. A line a case: median milliseconds of either, and NEW over OLD. Cases over `--limit` (1.02) are timed a second
-time and count as slower only when that repeats it; the exit status is 1 then.
+a time. A line a case: median milliseconds of either, NEW over OLD as the median of the rounds' ratios, and where the
+middle half of these lies. Cases over `--limit` (1.02) are timed a second time and count as slower only when that
+repeats it; the exit status is 1 then.
+
+An H200 under load was seen to slow down for 0.3 of every 1.1 s. A tree's turn is therefore short beside
+that, whatever a call takes, and which tree begins a round is drawn: turns of 0.3 s in a fixed order met it again and
+again with the same tree.
 
 Both trees must have `msa_tiles.bench`; a case that one of them lacks is left out and named.
 """
@@ -14,12 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO, Any
+
+FEWEST = 3  # plays of a turn
+ORDER = random.Random(0)  # in which trees begin their rounds
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -30,7 +40,7 @@ def work(requests: IO[str], answers: IO[str]) -> None:
 
     from msa_tiles.bench import harness
     from msa_tiles.bench.operators import BENCHMARKS
-    from msa_tiles.bench.timing import CudaClock, runs_for, sets_needed
+    from msa_tiles.bench.timing import CudaClock, sets_needed
 
     device = torch.device("cuda")
     clock = CudaClock()
@@ -54,8 +64,9 @@ def work(requests: IO[str], answers: IO[str]) -> None:
             play, how = clock.load(calls)
             clock.run(play, 2)
             return {"how": how}
-        estimate = statistics.median(clock.run(play, 3)[0])
-        times = min(runs_for(estimate, request["seconds"]), max(3, int(2e3 / max(estimate, 1e-3))))
+        # The first play behind the other tree's finds cold caches and is not counted.
+        estimate = clock.run(play, 2)[0][1]
+        times = max(FEWEST, math.ceil(request["seconds"] * 1e3 / max(estimate, 1e-3)))
         return {"ms": clock.run(play, times)[1] / times / len(calls)}
 
     for line in requests:
@@ -94,19 +105,29 @@ class Tree:
 
 
 def compare(old: Tree, new: Tree, case: tuple[str, str, str, str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Medians of both trees over alternating rounds, or why there are none."""
+    """Medians of both trees over rounds of one turn each, and of the rounds' ratios, or why there are none."""
     for tree in (old, new):
         if skipped := tree.ask(prepare=case).get("skipped"):
             return {"case": case, "skipped": f"{tree.path.name}: {skipped}"}
     times: dict[Tree, list[float]] = {old: [], new: []}
-    for turn in range(rounds):
-        for tree in (old, new) if turn % 2 == 0 else (new, old):
+    begins = [old, new] * ((rounds + 1) // 2)
+    ORDER.shuffle(begins)
+    for first in begins[:rounds]:
+        for tree in (old, new) if first is old else (new, old):
             found = tree.ask(seconds=seconds)
             if "skipped" in found:
                 return {"case": case, "skipped": f"{tree.path.name}: {found['skipped']}"}
             times[tree].append(found["ms"])
-    before, after = statistics.median(times[old]), statistics.median(times[new])
-    return {"case": case, "old_ms": before, "new_ms": after, "ratio": after / before, "rounds": list(times.values())}
+    ratios = [after / before for before, after in zip(*times.values(), strict=True)]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive")
+    return {
+        "case": case,
+        "old_ms": statistics.median(times[old]),
+        "new_ms": statistics.median(times[new]),
+        "ratio": middle,
+        "half": [low, high],
+        "rounds": list(times.values()),
+    }
 
 
 def known_cases(ops: list[str], labels: list[str], dsls: list[str], precision: str) -> list[tuple[str, str, str, str]]:
@@ -130,8 +151,8 @@ def main() -> int:
     parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--dsl", action="append", choices=("tilelang", "cutedsl"))
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of each round, at least 20 calls")
+    parser.add_argument("--rounds", type=int, default=16, help="at least 2")
+    parser.add_argument("--seconds", type=float, default=0.05, help=f"of a tree's turn, at least {FEWEST} plays")
     parser.add_argument("--limit", type=float, default=1.02)
     parser.add_argument("--out", type=Path, help="a JSON line a case")
     options = parser.parse_args()
@@ -149,6 +170,7 @@ def main() -> int:
             text += f" skipped: {found['skipped']}"
         else:
             text += f" {found['old_ms']:9.4f} -> {found['new_ms']:9.4f} ms  {found['ratio']:.3f}"
+            text += " ({:.3f} to {:.3f})".format(*found["half"])
             text += f", again {found['again']:.3f}" if found.get("again") else ""
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
