@@ -171,19 +171,14 @@ def _alone(cell: Any, rivals: Sequence[Any]) -> bool:
 
 def _run(check: Any, cell: Any, alone: bool = True) -> Any:
     """Call the operator on this cell. Other calls must not find it remembered where its DSL has another."""
-    from msa_tiles.library.remember import forget_all
-    from msa_tiles.runtime.dispatch import preferring
+    from msa_tiles.verify.runner import own
 
     check.backend = cell.dsl
     call = check.call if hasattr(check, "call") else functools.partial(check.run, False)
     if alone:
         return call()
-    forget_all()
-    try:
-        with preferring(cell):
-            return call()
-    finally:
-        forget_all()
+    with own(cell):
+        return call()
 
 
 def measure(calls: Mapping[str, Sequence[Callable[[], Any]]], seconds: float) -> dict[str, float]:

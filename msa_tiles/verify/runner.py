@@ -43,18 +43,25 @@ class Result:
     failure: str | None
 
 
+@contextlib.contextmanager
+def own(cell: Cell) -> Iterator[None]:
+    """This cell serves every call of the block that it accepts, and calls before and behind it are not remembered."""
+    forget_all()
+    try:
+        with dispatch.preferring(cell):
+            yield
+    finally:
+        forget_all()
+
+
 def run_case(case: Case, device: torch.device, seed: int, backend: str) -> Errors:
     """The worst error of each output over the case's two settings: packed tensors, then strided ones, buffers and
     shorter keys. The case's cell serves them, also where dispatch would choose another that takes the same tensors.
 
     Raises Disagreement, also where the calls found another kernel, and whatever the operator raises.
     """
-    forget_all()
-    try:
-        with dispatch.preferring(case.cell), dispatch.finding() as found:
-            errors = _run_settings(case, device, seed, backend)
-    finally:
-        forget_all()
+    with own(case.cell), dispatch.finding() as found:
+        errors = _run_settings(case, device, seed, backend)
     ran = {kernel.cell.id for kernel in found if kernel.cell.op == case.cell.op}
     # Where no query has a key an operator may launch nothing.
     works = any(queries and keys for queries, keys in case.workload.sequences)

@@ -101,7 +101,7 @@ def test_the_operator_is_timed_without_what_its_check_makes_of_the_answer(
 def test_rivals_of_one_dsl_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is preferred while it runs, and no call is remembered from one to the next."""
     forgotten: list[str] = []
-    monkeypatch.setattr("msa_tiles.library.remember.forget_all", lambda: forgotten.append("all"))
+    monkeypatch.setattr("msa_tiles.verify.runner.forget_all", lambda: forgotten.append("all"))
     [cell, other] = default_registry().select(op="combine", target="sm90")
     twin = dataclasses.replace(cell, id=f"{cell.id}.again")
     assert tune._alone(cell, [cell, other]) and not tune._alone(cell, [cell, other, twin])
