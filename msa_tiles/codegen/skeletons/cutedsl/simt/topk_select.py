@@ -1,9 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
-Grid: a CTA for every KV head of every run of consecutive tokens, the last tokens first, since theirs may be the longest
-rows; all on one axis, since the others end at 65,535. A warp takes ROWS tokens one after another, fewer where rows are
-few. How it chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at.
-With several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
+Grid: (run of consecutive tokens, KV head), runs on the axis that may be longer than 65,535, the last tokens first, since
+theirs may be the longest rows. A warp takes ROWS tokens one after another, fewer where rows are few. How it chooses is
+told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at. With several index heads
+per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
@@ -14,7 +14,6 @@ from cutlass.memory import SmemAllocator
 
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.candidates import SHARE, Lengths, Lists, Row, rank, select_topk, slots_of, valid_blocks
-from msa_tiles.dsl.cutedsl.grid import head_and_place
 from msa_tiles.dsl.cutedsl.shared import make_buffers
 from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares
 
@@ -95,7 +94,7 @@ class TopkSelect:
             score, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, num_valid, out, use_seqused, use_positions,
             valid_mode, num_valid_scalar, block_size, init_blocks, local_blocks, order, heads, rows,
         ).launch(
-            grid=(out.shape[0] * ((out.shape[1] + tokens - 1) // tokens), 1, 1),
+            grid=((out.shape[1] + tokens - 1) // tokens, out.shape[0], 1),
             block=(self.cta.threads, 1, 1),
             min_blocks_per_mp=RESIDENT[self.topk] // WARPS,
             # Left to the driver: else the DSL asks the GPU at hand how much shared memory it has.
@@ -111,7 +110,8 @@ class TopkSelect:
         order: Int32, heads: Int32, rows: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
-        head, tile, tiles = head_and_place(out.shape[0])
+        tile, head, _ = cute.arch.block_idx()
+        tiles, _, _ = cute.arch.grid_dim()
         found = make_buffers(self.cta, SmemAllocator(), {})
         pools, ids, keys = (found[name] for name in self.cta.buffers)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -1,10 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
-Grid: a CTA for every KV head of every run of consecutive tokens, the last tokens first, since theirs may be the
-longest rows; all on one axis, since the others end at 65,535. A warp takes ROWS tokens one after another, fewer where
-rows are few. How it chooses is told in msa_tiles.dsl.tilelang.candidates. Blocks past a row's valid count are never
-looked at. With several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has
-NaN.
+Grid: (run of consecutive tokens, KV head), runs on the axis that may be longer than 65,535, the last tokens first, since
+theirs may be the longest rows. A warp takes ROWS tokens one after another, fewer where rows are few. How it chooses is
+told in msa_tiles.dsl.tilelang.candidates. Blocks past a row's valid count are never looked at. With several index heads
+per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import tilelang.language as T
@@ -86,8 +85,8 @@ def topk_select(topk: int):
         lanes_log2: T.int32,
     ):
         with T.Kernel(
-            num_kv_heads * T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), threads=table.threads
-        ) as cta_index:
+            T.ceildiv(total_q, WARPS * rows_of(lanes_log2)), num_kv_heads, threads=table.threads
+        ) as (tile, head):
             T.annotate_min_blocks_per_sm(RESIDENT[topk] // WARPS)
             pool = make_buffer(table, "pool")
             ids = make_buffer(table, "ids")
@@ -101,11 +100,7 @@ def topk_select(topk: int):
             valid = T.alloc_var("int32")
             block = T.alloc_var("int32")
             warp = T.alloc_var("int32")
-            # A variable: an expression is computed wherever it is used, and this one is a division.
-            head = T.alloc_var("int32")
             tx = T.get_thread_binding()
-            head = T.truncmod(cta_index, num_kv_heads)
-            tile = T.truncdiv(cta_index, num_kv_heads)
             # From lane 0, which tells the compiler that all lanes have the same.
             warp = T.shfl_sync(tx // WARP, 0)
             lane = tx % WARP
