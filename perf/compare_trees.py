@@ -1,12 +1,14 @@
 """Times the kernels of two checkouts against each other, alternately, on the card at hand.
 
-    python perf/compare_trees.py OLD [NEW] [--op OP …] [--case CASE …] [--dsl DSL …] [--rounds 16] [--out FILE]
+    python perf/compare_trees.py OLD [NEW] [--op OP …] [--case CASE …] [--recorded FILE] [--dsl DSL …] [--out FILE]
 
 OLD and NEW (default: this checkout) are checkouts of the project. Each runs in a process of its own, with its own
 kernels and launches, on inputs of the same seeds; the processes take turns, so that only one of them is on the card at
 a time. A line a case: median milliseconds of either, NEW over OLD as the median of the rounds' ratios, and where the
-middle half of these lies. Cases over `--limit` (1.02) are timed a second time and count as slower only when that
-repeats it; the exit status is 1 then.
+middle half of these lies. Cases over `--limit` (1.02) are timed a second time, over twice the rounds, and count as
+slower only when that repeats it; the exit status is 1 then. `--recorded FILE` leaves out cases without a row in a file
+of `msa-tiles bench`. With `--packs DIR` the process of NEW runs from packs: OLD and NEW may be one checkout then, and
+packed kernels are timed against those that are compiled here.
 
 An H200 under load was seen to slow down for 0.3 of every 1.1 s. A tree's turn is therefore short beside
 that, whatever a call takes, and which tree begins a round is drawn: turns of 0.3 s in a fixed order met it again and
@@ -81,9 +83,11 @@ def work(requests: IO[str], answers: IO[str]) -> None:
 class Tree:
     """A checkout and its process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, packs: Path | None = None) -> None:
         self.path = path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+        if packs:
+            environment["MSA_TILES_PACKS"] = str(packs.resolve())
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker"],
             stdin=subprocess.PIPE,
@@ -130,10 +134,12 @@ def compare(old: Tree, new: Tree, case: tuple[str, str, str, str], rounds: int, 
     }
 
 
-def known_cases(ops: list[str], labels: list[str], dsls: list[str], precision: str) -> list[tuple[str, str, str, str]]:
+def known_cases(
+    ops: list[str], labels: list[str], dsls: list[str], precision: str, recorded: Path | None = None
+) -> list[tuple[str, str, str, str]]:
     from msa_tiles.bench.operators import BENCHMARKS
 
-    return [
+    cases = [
         (op, label, precision, dsl)
         for op, benchmark in BENCHMARKS.items()
         if not ops or op in ops
@@ -141,6 +147,11 @@ def known_cases(ops: list[str], labels: list[str], dsls: list[str], precision: s
         if not labels or label in labels
         for dsl in dsls
     ]
+    if recorded is None:
+        return cases
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    named = {(row["op"], row["case"], row["precision"]) for row in rows}
+    return [case for case in cases if case[:3] in named]
 
 
 def main() -> int:
@@ -149,6 +160,8 @@ def main() -> int:
     parser.add_argument("new", type=Path, nargs="?", default=HERE)
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--recorded", type=Path, help="only cases with a row in this file")
+    parser.add_argument("--packs", type=Path, help="directory of packs that NEW runs from")
     parser.add_argument("--dsl", action="append", choices=("tilelang", "cutedsl"))
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=16, help="at least 2")
@@ -156,13 +169,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1.02)
     parser.add_argument("--out", type=Path, help="a JSON line a case")
     options = parser.parse_args()
-    trees = Tree(options.old.resolve()), Tree(options.new.resolve())
-    cases = known_cases(options.op, options.case, options.dsl or ["cutedsl", "tilelang"], options.precision)
+    trees = Tree(options.old.resolve()), Tree(options.new.resolve(), options.packs)
+    dsls = options.dsl or ["cutedsl", "tilelang"]
+    cases = known_cases(options.op, options.case, dsls, options.precision, options.recorded)
     slower = 0
     for number, case in enumerate(cases, start=1):
         found = compare(*trees, case, options.rounds, options.seconds)
         if found.get("ratio", 0) > options.limit:
-            again = compare(*trees, case, options.rounds, options.seconds)
+            again = compare(*trees, case, 2 * options.rounds, options.seconds)
             found["again"] = again.get("ratio")
             slower += again.get("ratio", 0) > options.limit
         text = f"[{number}/{len(cases)}] {' '.join(case):<60}"
