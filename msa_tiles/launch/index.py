@@ -33,7 +33,7 @@ def has_key_scales(k_scale: Tensor | None) -> bool:
 
 def kernel_scales(given: Index, heads_per_group: int, unread: Tensor) -> KernelScales:
     """Scales as the kernels of a selection take them: q_scale [T, Hi], k_scale, and whether q_scale is to be read.
-    Those of keys of 4 bits, under queries without any, are as `packed.of_index` says.
+    Those of keys of 4 bits, under queries that have none here, are as `packed.of_index` says.
 
     A positive factor of all scores of a query ranks blocks only among the heads of a group. ``unread``, an int32 tensor
     [n] of the call, stands in for what cannot change a ranking; nothing is allocated.
@@ -94,6 +94,28 @@ def applied_scales(
     return AppliedScales((q_scale.expand(idx_q.shape[:2]),), (k_scale,), flags)
 
 
+def is_widened(given: Index) -> bool:
+    """Whether queries are e4m3 under keys of 4 bits: kernels that score every block take BF16 ones there."""
+    return formats.is_packed(given.idx_k) and formats.is_quantised(given.idx_q)
+
+
+def widened(given: Index) -> Index:
+    """The same with queries in bfloat16, which holds every e4m3 value; their scales stay beside them."""
+    return given._replace(idx_q=given.idx_q.to(torch.bfloat16)) if is_widened(given) else given
+
+
+def widened_for_selection(given: Index, heads_per_group: int) -> Index:
+    """The same, without scales of queries: they rank nothing but heads of a group, whose queries are multiplied by
+    theirs and rounded to bfloat16.
+    """
+    if not is_widened(given):
+        return given
+    scale = given.q_scale
+    if heads_per_group > 1 and scale is not None and scale.dim() > 0:
+        return given._replace(idx_q=(given.idx_q.float() * scale[..., None]).to(torch.bfloat16), q_scale=None)
+    return widened(given)._replace(q_scale=None)
+
+
 def variant(given: Index, block_size: int) -> dict[str, int]:
     """The compile-time dims that all kernels of index keys share."""
     dims = {
@@ -145,6 +167,11 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> N
         score.fill_(-torch.inf)
         return
     launch(kernel, given, block_size, call.causal, score)
+
+
+def run_index_scores(call: ScoreCall, out: Tensor) -> None:
+    """The same for index_score."""
+    run_scores("index_score", launch_scores, call._replace(operands=widened(call.operands)), out)
 
 
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, score: Tensor) -> None:
@@ -258,6 +285,7 @@ class Selection:
     parameters: tuple[int, int, int]
 
     def __call__(self, given: Index, out: Tensor) -> None:
+        given = widened_for_selection(given, self.heads_per_group)
         idx_q, idx_k, where, *_ = given
         at = places.place(where, idx_q.shape[0], idx_k.shape[0], self.block_size, idx_q.device)
         scales = kernel_scales(given, self.heads_per_group, at.cu_seqlens_q)
@@ -284,6 +312,8 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
     if backends.runs_reference(call.backend, call.device):
         return None
     given, block_size = call.operands, call.block_size
+    if is_widened(given):  # what the launch makes of them is as dense as this
+        given = given._replace(idx_q=given.idx_q.new_empty(given.idx_q.shape, dtype=torch.bfloat16), q_scale=None)
     idx_q, idx_k, where, *_ = given
     heads_per_group = idx_q.shape[1] // call.num_kv_heads
     dims = {**variant(given, block_size), "topk": call.topk, "heads_per_group": heads_per_group}

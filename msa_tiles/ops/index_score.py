@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -49,7 +47,7 @@ def index_score(
     values. ``q_scale`` is [], [Hi] or [T, Hi], ``k_scale`` [] or [Tk] (paged: [pages, page]); None stands for 1. Scales
     are finite and not below 0; others leave scores that they take part in undefined, and ``check=True`` refuses them.
     ``idx_k`` may be a `QuantizedTensor` of format "nvfp4" or "mxfp4", whatever the queries are; products of a group
-    that is NaN do not count.
+    that is NaN do not count. e4m3 queries of such keys are widened to bfloat16 first, exactly.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     call = indexer.validated_scores(
@@ -100,5 +98,5 @@ _OPERATOR = registration.define(
     ("out",),
     allocate=new_scores,
     reference=by_reference,
-    kernels=shards.scores(functools.partial(index.run_scores, "index_score", index.launch_scores)),
+    kernels=shards.scores(index.run_index_scores),
 )

@@ -49,7 +49,9 @@ def select_blocks(
 
     Of the scales of quantised queries and keys, kernels read those that can change a ranking: not one scale for all
     keys, and queries' only where a KV head has several index heads, whose scores are compared with each other. For a
-    scale of 0, which makes all blocks alike, they then rank as if it were 1.
+    scale of 0, which makes all blocks alike, they then rank as if it were 1. e4m3 queries of keys of 4 bits are widened
+    to bfloat16 first, exactly but where several index heads with scales of their own share a KV head: there their
+    products with these scales are rounded.
     """
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     given = indexer.operands_of(idx_q, idx_k, where, q_scale, k_scale)

@@ -232,10 +232,11 @@ def test_scores_are_those_of_what_the_codes_stand_for(dsl: str, name: str, layou
         torch.testing.assert_close(
             ops.index_score(idx_q, idx_k, backend=dsl, **given.where), found, rtol=1e-4, atol=1e-3
         )
-    if has_kernel("decode_score", dsl, OF_E4M3[name]):
-        rounded, half = idx_q.to(torch.float8_e4m3fn), torch.full((), 0.5, device=DEVICE)
-        of_rounded = ops.decode_score(rounded, idx_k, q_scale=half, backend=dsl, **given.where)
-        wanted = reference.index_score(rounded.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
+    rounded, half = idx_q.to(torch.float8_e4m3fn), torch.full((), 0.5, device=DEVICE)
+    wanted = reference.index_score(rounded.float(), idx_k.dequantize(), num_blocks=found.shape[2], **given.where)
+    scorers = (("decode_score", OF_E4M3[name]), ("index_score", OF_BF16[name]))
+    for op in (op for op, precision in scorers if has_kernel(op, dsl, precision)):
+        of_rounded = getattr(ops, op)(rounded, idx_k, q_scale=half, backend=dsl, **given.where)
         torch.testing.assert_close(of_rounded, wanted / 2, rtol=1e-4, atol=1e-3)
     # A group that is NaN takes its key out; a block of such keys has the score of none.
     scale = idx_k.scale.view(torch.uint8)
@@ -259,6 +260,12 @@ def test_selections_are_those_of_its_scores(dsl: str, name: str, layout: str, he
     found = ops.select_blocks(idx_q, idx_k, TOPK, backend=dsl, **where)
     scores = ops.decode_score(idx_q, idx_k, backend=dsl, **given.where)
     of_scores = {each: value for each, value in where.items() if each != "page_table"}
+    assert (found == reference.topk_select(scores, TOPK, **of_scores)).float().mean() > 0.999
+    # e4m3 queries, with powers of two as scales, which products of bfloat16 hold.
+    rounded = idx_q.to(torch.float8_e4m3fn)
+    scale = torch.tensor([2.0, 1.0, 0.5, 4.0], device=DEVICE).expand(len(rounded), 4)
+    found = ops.select_blocks(rounded, idx_k, TOPK, q_scale=scale, backend=dsl, **where)
+    scores = ops.decode_score(rounded.to(torch.bfloat16) * scale[..., None], idx_k, backend=dsl, **given.where)
     assert (found == reference.topk_select(scores, TOPK, **of_scores)).float().mean() > 0.999
 
 

@@ -328,13 +328,17 @@ def test_scores_on_four_bits(
     for score in (ops.decode_score, ops.index_score):
         score(idx_q, idx_k, layout="token_major", causal=False, **where)
     ops.select_blocks(idx_q, idx_k, 16, order="score", **where)
+    of_heads = torch.ones(130, 4)
+    ops.index_score(as_fp8(idx_q), idx_k, q_scale=of_heads, **where)
+    ops.select_blocks(as_fp8(idx_q), idx_k, 16, q_scale=of_heads, **where)
+    ops.select_blocks(as_fp8(idx_q), idx_k, 3, num_kv_heads=2, q_scale=of_heads, out=integers(2, 130, 3), **where)
     k = of_attention["keys"]
     for keys_of in (lambda: k, lambda: quantize(k)):
         ops.msa_decode(make(130, 32, 128), keys_of(), keys_of(), idx_q, idx_k, 16, **where)
     ops.msa_decode(make(130, 32, 128), k, k, as_fp8(idx_q), idx_k, 16, **where)
     assert [name for name in launched if name != "combine"] == [
         *["decode_score"] * 2, "select_blocks", "decode_score", "index_score", "select_blocks",
-        *["decode_score", "sparse_decode"] * 3,
+        "index_score", *["select_blocks"] * 2, *["decode_score", "sparse_decode"] * 3,
     ]  # fmt: skip
 
 

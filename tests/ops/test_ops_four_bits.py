@@ -10,8 +10,9 @@ import torch
 from ops.calls import ATTENTION, OPERATORS, SCORERS, call, paged
 
 from msa_tiles import ops
+from msa_tiles.call import indexer
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup, operands
+from msa_tiles.launch import index, lookup, operands
 from msa_tiles.quant import GROUPS, QuantizedTensor, layouts, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 BF16 = torch.bfloat16
@@ -319,3 +320,22 @@ def test_scales_that_kernels_cannot_read(name):
     for scale, odd in ((shifted, True), (apart, True), (uneven, True), (wide, False)):
         made = QuantizedTensor(linear.data, scale, name)
         assert operands.has_odd_scales(given(linear, made)) == operands.has_odd_scales(given(made, linear)) == odd
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 2])
+def test_e4m3_queries_are_widened_for_kernels_that_score_every_block(heads_per_group):
+    """Exactly; scales stay for scores, and reach a selection where they rank heads of a group."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(3, 4, 256)
+    keys = quantize_nvfp4(torch.randn(40, 256, generator=torch.Generator().manual_seed(0)))
+    scale = torch.tensor([0.5, 1.0, 3.0, 0.1]).expand(3, 4)
+    given = indexer.operands_of(codes, keys, Where(), scale, None)
+    scored = index.widened(given)
+    assert scored.idx_q.dtype == BF16 and scored.q_scale is scale
+    torch.testing.assert_close(scored.idx_q.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    selected = index.widened_for_selection(given, heads_per_group)
+    assert selected.idx_q.dtype == BF16 and selected.q_scale is None
+    wanted = codes.float() if heads_per_group == 1 else codes.float() * scale[..., None]
+    torch.testing.assert_close(selected.idx_q, wanted.to(BF16), rtol=0, atol=0, equal_nan=True)
+    for other in (indexer.operands_of(codes.to(BF16), keys, Where(), None, None),
+                  indexer.operands_of(codes, codes[0], Where(), None, None)):  # fmt: skip
+        assert index.widened(other) is other and index.widened_for_selection(other, heads_per_group) is other

@@ -1,9 +1,9 @@
 """Exact top-k over block scores: a warp for each row, every score read once.
 
-Grid: (run of consecutive tokens, KV head), runs on the axis that may be longer than 65,535, the last tokens first, since
-theirs may be the longest rows. A warp takes ROWS tokens one after another, fewer where rows are few. How it chooses is
-told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at. With several index heads
-per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
+Grid: (run of consecutive tokens, KV head), runs on the axis that may be longer than 65,535, the last tokens first,
+since theirs may be the longest rows. A warp takes ROWS tokens one after another, fewer where rows are few. How it
+chooses is told in msa_tiles.dsl.cutedsl.candidates. Blocks past a row's valid count are never looked at. With
+several index heads per KV head, the maximum over the heads counts; it ignores NaN unless every head has NaN.
 """
 
 import cutlass
