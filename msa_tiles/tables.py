@@ -42,6 +42,9 @@ def _table_of(read: _Read) -> Callable[..., Table]:
             found: Table = declared(**dims)
         except (NameError, AttributeError, TypeError) as error:
             raise TableError(f"{NAME} is no plain Python over marked functions and constants: {error}") from error
+        except (ArithmeticError, LookupError) as error:
+            at = ", ".join(f"{name}={value}" for name, value in dims.items())
+            raise TableError(f"{NAME} makes no table of {at}: {type(error).__name__}: {error}") from error
         return found
 
     return table

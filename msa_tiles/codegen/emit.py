@@ -28,9 +28,9 @@ from typing import Any
 
 import jinja2
 
-from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
-from msa_tiles.spec import Location, Operator, Precision, SpecError, Target
+from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import TableError, constants_of, describe, docstring_of, table_of
 
@@ -46,7 +46,31 @@ _OPERAND_LINE = re.compile(
 _TENSOR_LINE = re.compile(r"(?P<before>\s*)(?P<name>\w+)(?P<after>(?::.*)?,)\s*# <- tensors of operands\.(?P<role>\w+)")
 _CTA_LINE = re.compile(r"(?P<indent> *)# <- cta\n")
 _CLASS_LINE = re.compile(r"(?P<indent> *)# <- (?P<name>[A-Z]\w*) of operands\.(?P<role>\w+)\n")
+_FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of an expression with other values
 _CLASS_PARAGRAPH = re.compile(f"\n{_CLASS_LINE.pattern}")  # with the blank line before it
+
+
+class _RowError(jinja2.UndefinedError):
+    """A line statement asks for what a plan may have and this one has not."""
+
+
+class _Undefined(jinja2.StrictUndefined):
+    """What a row decides, and whether it decides it, is the row's; other names are the skeleton's."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        hint: str | None = None,
+        obj: Any = jinja2.utils.missing,
+        name: str | None = None,
+        exc: type[jinja2.TemplateRuntimeError] = jinja2.UndefinedError,
+    ) -> None:
+        if obj is None or isinstance(obj, Mapping):
+            hint, exc = f"{name!r} is unknown", _RowError
+        super().__init__(hint, obj, name, exc)
+
+
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
 _ENVIRONMENT = jinja2.Environment(
     block_start_string="\x01%",
@@ -57,7 +81,7 @@ _ENVIRONMENT = jinja2.Environment(
     comment_end_string="#\x01",
     keep_trailing_newline=True,
     trim_blocks=True,
-    undefined=jinja2.StrictUndefined,
+    undefined=_Undefined,
     autoescape=False,
 )
 
@@ -72,13 +96,30 @@ def render(
 ) -> str:
     """The kernel's source, without a header, from the first directory of skeletons that has one for it.
 
-    Raises SpecError at the skeleton's or the row's line.
+    Raises SpecError with all mistakes of the skeleton, at its lines, and of the row, at that of the row: what the
+    skeleton reads and the row has not, and what it cannot take of the row.
     """
     path = next((path for folder in skeletons if (path := folder / plan.skeleton).is_file()), None)
     if path is None:
         places = " or ".join(shown(folder / plan.skeleton) for folder in skeletons)
-        raise SpecError(plan.where, f"{plan.cell} has no skeleton at {places}")
+        raise CellError(plan, f"there is no skeleton at {places}")
     file = shown(path)
+    text = _rendered(plan, operator, target, precision, path.read_text(encoding="utf-8"), file, package)
+    text = _CLASS_PARAGRAPH.sub(lambda mark: _class_words(mark, plan, package, file), text)
+    _check_module(text, plan, file)
+    return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file), text)
+
+
+def _rendered(
+    plan: KernelPlan,
+    operator: Operator,
+    target: Target,
+    precision: Precision,
+    skeleton: str,
+    file: str,
+    package: Path,
+) -> str:
+    """The skeleton's text with all marks replaced but those of docstrings."""
     tile = _Tile(plan)
     scope = {
         "plan": plan,
@@ -89,28 +130,43 @@ def render(
         "precision": precision,
         "operator": operator,
     }
-    source = "".join(_marked_lines(path.read_text(encoding="utf-8"), file))
-    try:
-        template = _template(source)
-        text = template.render(
-            **scope,
-            _value=lambda dotted, line: _value(dotted, scope, Location(file, line)),
-            _operand=lambda role, line: _operand(role, plan, package, Location(file, line)).stem,
-            _tensors=lambda role, line: _tensors(role, plan, package, Location(file, line)),
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
-    except jinja2.UndefinedError as error:
-        raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
-    formulas = frozenset[str]().union(
-        *(each.names for each in (plan.threads_formula, plan.shared_memory_formula) if each is not None)
-    )
-    for name in plan.tile:
-        if name not in tile.read and name not in formulas:
-            raise SpecError(plan.where, f"{plan.cell}: tile.{name} is read by neither {file} nor a formula of the row")
-    text = _CLASS_PARAGRAPH.sub(lambda mark: _class_words(mark, plan, package, file), text)
-    _check_module(text, plan, file)
-    return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file), text)
+    with Mistakes() as mistakes:
+        source = "".join(_marked_lines(skeleton, file, mistakes))
+    with Mistakes() as mistakes:
+        # What stands in for a mistake is text that nobody sees.
+        def value(dotted: str, line: int) -> str:
+            return mistakes.read(_value, dotted, scope, plan, Location(file, line)) or "None"
+
+        def operand(role: str, line: int) -> str:
+            found = mistakes.read(_operand, role, plan, package, Location(file, line))
+            return found.stem if found else "none"
+
+        def tensors(role: str, line: int) -> tuple[str, ...]:
+            return mistakes.read(_tensors, role, plan, package, Location(file, line)) or ("",)
+
+        try:
+            text = _template(source).render(**scope, _value=value, _operand=operand, _tensors=tensors)
+        except jinja2.TemplateSyntaxError as error:
+            raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
+        except SpecError:
+            raise
+        except (_RowError, *_FAILURES) as error:
+            raise _refused(plan, f"line statement: {error}", Location(file, _template_line(error))) from error
+        except jinja2.UndefinedError as error:
+            raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
+        if not mistakes.found:
+            formulas = frozenset[str]().union(
+                *(each.names for each in (plan.threads_formula, plan.shared_memory_formula) if each is not None)
+            )
+            for name in plan.tile:
+                if name not in tile.read and name not in formulas:
+                    mistakes.add(CellError(plan, f"tile.{name} is read by neither {file} nor a formula of the row"))
+    return text
+
+
+def _refused(plan: KernelPlan, sentence: str, where: Location) -> CellError:
+    """A mistake of a row, at its line, that shows at a line of its skeleton."""
+    return CellError(plan, f"{sentence} ({where})")
 
 
 def _class_words(mark: re.Match[str], plan: KernelPlan, package: Path, file: str) -> str:
@@ -128,18 +184,18 @@ def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str) ->
     try:
         lines = describe([table(**variant) for variant in plan.points()])
     except TableError as error:
-        raise SpecError(Location(file, 1), f"{plan.cell}: {error}") from error
+        raise _refused(plan, str(error), Location(file, 1)) from error
     return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
 
 
 def _operand(role: str, plan: KernelPlan, package: Path, where: Location) -> Path:
     """The file of the module that a plan takes for a role."""
     if role not in plan.operands:
-        raise SpecError(where, f"{plan.cell} has no operand {role!r}, but {', '.join(plan.operands) or 'none'}")
+        raise _refused(plan, f"there is no operand {role!r}, but {', '.join(plan.operands) or 'none'}", where)
     module, name = f"msa_tiles.dsl.{plan.dsl}{OPERANDS}", plan.operands[role]
     path = operand_file(name, module, package)
     if path is None:
-        raise SpecError(where, f"operands.{role} of {plan.cell} is {name}, which is no module of {module}")
+        raise _refused(plan, f"operands.{role} is {name}, which is no module of {module}", where)
     return path
 
 
@@ -148,7 +204,7 @@ def _tensors(role: str, plan: KernelPlan, package: Path, where: Location) -> tup
     path = _operand(role, plan, package, where)
     endings = constants_of(path, package).get("TENSORS")
     if not isinstance(endings, tuple) or not endings or not all(isinstance(ending, str) for ending in endings):
-        raise SpecError(where, f"{shown(path)} does not say its TENSORS, a tuple of endings")
+        raise SpecError(Location(shown(path), 1), f"the operand does not say its TENSORS, a tuple of endings ({where})")
     return endings
 
 
@@ -191,8 +247,8 @@ class _Declared(Mapping[str, Mapping[str, Any]]):
         return len(self._plan.operands)
 
 
-def _marked_lines(source: str, file: str) -> Iterator[str]:
-    """Turn all marks into jinja's own, line for line.
+def _marked_lines(source: str, file: str, mistakes: Mistakes) -> Iterator[str]:
+    """Turn all marks into jinja's own, line for line. `mistakes` hears of marks that are none.
 
     Line statements become blocks here, because jinja's line statements swallow the blank lines that follow them. Value
     lines become expressions that know their line, so that a branch not taken asks for nothing.
@@ -201,11 +257,11 @@ def _marked_lines(source: str, file: str) -> Iterator[str]:
         if statement := _STATEMENT.fullmatch(line.rstrip("\n")):
             yield f"\x01% {statement['statement']} %\x01\n"
         elif conditional := _CONDITIONAL_LINE.fullmatch(line.rstrip("\n")):
-            marked = _marked_line(conditional["code"] + "\n", number, file)
+            marked = mistakes.read(_marked_line, conditional["code"] + "\n", number, file)
             # The plus keeps the newline that jinja would take away where a blank line follows.
             yield f"\x01% {conditional['condition']} %\x01{marked}\x01% endif +%\x01"
         else:
-            yield _marked_line(line, number, file)
+            yield mistakes.read(_marked_line, line, number, file) or ""
 
 
 def _marked_line(line: str, number: int, file: str) -> str:
@@ -230,7 +286,7 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-def _value(dotted: str, scope: Mapping[str, Any], where: Location) -> str:
+def _value(dotted: str, scope: Mapping[str, Any], plan: KernelPlan, where: Location) -> str:
     value: Any = scope
     for position, part in enumerate(dotted.split(".")):
         if isinstance(value, Mapping) and part in value:
@@ -238,7 +294,9 @@ def _value(dotted: str, scope: Mapping[str, Any], where: Location) -> str:
         elif not part.startswith("_") and hasattr(value, part) and position > 0 and not isinstance(value, Mapping):
             value = getattr(value, part)
         else:
-            raise SpecError(where, f"{dotted!r} has no value: {part!r} is unknown")
+            sentence = f"{dotted!r} has no value: {part!r} is unknown"
+            its_row = position > 0 and (value is None or isinstance(value, Mapping))
+            raise _refused(plan, sentence, where) if its_row else SpecError(where, sentence)
     literal = _literal(value)
     if literal is None:
         raise SpecError(where, f"{dotted!r} is a {type(value).__name__}, which has no literal")
@@ -280,6 +338,8 @@ def _check_module(text: str, plan: KernelPlan, file: str) -> None:
             arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             if sorted(arguments) != sorted(plan.variants):
                 wanted = ", ".join(plan.variants) or "nothing"
-                raise SpecError(Location(file, 1), f"{plan.op} takes {', '.join(arguments)}; it must take {wanted}")
+                raise _refused(
+                    plan, f"{plan.op} takes {', '.join(arguments)}; it must take {wanted}", Location(file, 1)
+                )
             return
     raise SpecError(Location(file, 1), f"the skeleton defines no top-level function {plan.op}")

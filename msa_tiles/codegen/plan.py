@@ -11,6 +11,7 @@ from msa_tiles.spec import (
     ExpressionError,
     KernelRow,
     Location,
+    Mistakes,
     Operator,
     Point,
     Precision,
@@ -25,7 +26,16 @@ from msa_tiles.tables import Table, TableError
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
-class IllegalError(SpecError):
+class CellError(SpecError):
+    """What a row asks of one of its cells cannot be had; `why` is the sentence without the cell's name."""
+
+    def __init__(self, plan: KernelPlan, why: str) -> None:
+        super().__init__(plan.where, f"{plan.cell}: {why}")
+        self.cell = plan.cell
+        self.why = why
+
+
+class IllegalError(CellError):
     """The target of a row cannot run a variant that the row declares."""
 
 
@@ -100,7 +110,7 @@ class KernelPlan:
 
     def _table(self, variant: Point) -> Table:
         if self.table is None:
-            raise SpecError(self.where, f"{self.cell}: neither the row nor the kernel says how many threads it has")
+            raise CellError(self, "neither the row nor the kernel says how many threads it has")
         return self.table(**variant)
 
 
@@ -172,7 +182,7 @@ def completed(plan: KernelPlan, table: Callable[..., Table] | None, target: Targ
     if table is None:
         return plan
     if plan.threads_formula is not None:
-        raise SpecError(plan.where, f"{plan.cell}: the kernel has a table; threads and memory in the row say it twice")
+        raise CellError(plan, "the kernel has a table; threads and memory in the row say it twice")
     plan = replace(plan, table=table)
     _check(plan, target)
     return plan
@@ -183,9 +193,25 @@ def _check(plan: KernelPlan, target: Target) -> None:
         try:
             refusal = illegal(plan, target, variant)
         except (ExpressionError, TableError) as error:
-            raise SpecError(plan.where, f"{plan.cell}: {error}") from error
+            raise CellError(plan, str(error)) from error
         if refusal:
-            raise IllegalError(plan.where, f"{plan.cell}: {refusal}")
+            raise IllegalError(plan, refusal)
+
+
+class CellMistakes(Mistakes):
+    """Mistakes of cells; one that several cells of a row have is told once, with all their names."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        found: dict[tuple[Location, str], list[str]] = {}
+        others = []
+        for mistake in itertools.chain.from_iterable(each.mistakes for each in self.found):
+            if isinstance(mistake, CellError):
+                found.setdefault((mistake.where, mistake.why), []).append(mistake.cell)
+            else:
+                others.append(mistake)
+        told = [SpecError(where, f"{', '.join(cells)}: {why}") for (where, why), cells in found.items()]
+        self.found = [*told, *others]
+        super().__exit__(kind, error, trace)
 
 
 @dataclass(frozen=True)
@@ -208,12 +234,21 @@ class Selection:
         return all(not names or part in names for part, names in zip(parts, wanted, strict=False))
 
 
-def plans(specs: Specs, requested: Collection[str] = (), unfit: dict[str, str] | None = None) -> list[KernelPlan]:
+def plans(
+    specs: Specs,
+    requested: Collection[str] = (),
+    unfit: dict[str, str] | None = None,
+    mistakes: Mistakes | None = None,
+) -> list[KernelPlan]:
     """The plan of every cell, ordered by operator, DSL, target, precision and algorithm.
 
     Those of targets that are generated on request are left out where the target is not `requested`. So are cells whose
-    target no row names and that it cannot run; `unfit` hears why, by cell.
+    target no row names and that it cannot run; `unfit` hears why, by cell. `mistakes` hears of rows that have no plan,
+    whose cells are left out, too; without it SpecError is raised, with all of them.
     """
+    if mistakes is None:
+        with CellMistakes() as told:
+            return plans(specs, requested, unfit, told)
     found = []
     for operator in specs.operators.values():
         for row in operator.kernels:
@@ -223,9 +258,12 @@ def plans(specs: Specs, requested: Collection[str] = (), unfit: dict[str, str] |
             try:
                 found.append(plan_row(row, operator, target, specs.precisions[row.precision]))
             except IllegalError as error:
-                if not row.derived or unfit is None:
-                    raise
-                unfit[f"{operator.name}.{row.cell}"] = error.sentence
+                if row.derived and unfit is not None:
+                    unfit[f"{operator.name}.{row.cell}"] = error.sentence
+                else:
+                    mistakes.add(error)
+            except SpecError as error:
+                mistakes.add(error)
     return sorted(found, key=lambda plan: (plan.op, DSLS.index(plan.dsl), plan.target, plan.precision, plan.algorithm))
 
 

@@ -13,7 +13,7 @@ from msa_tiles.codegen.contract import MADE_BY, contract_of, header
 from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
-from msa_tiles.codegen.plan import IllegalError, KernelPlan, Selection, completed, plans
+from msa_tiles.codegen.plan import CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
 from msa_tiles.files import UNFINISHED, make_directory, write_atomically
 from msa_tiles.sources import (
@@ -25,7 +25,7 @@ from msa_tiles.sources import (
     search_operands,
     without_header,
 )
-from msa_tiles.spec import Specs, load
+from msa_tiles.spec import SpecError, Specs, load
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
 
@@ -65,7 +65,7 @@ def produce(
     requested: Collection[str] = (),
     beneath: Mapping[str, Any] | None = None,
 ) -> Generated:
-    """Render every cell. Same specs, same bytes. Raises SpecError.
+    """Render every cell. Same specs, same bytes. Raises SpecError with all mistakes of all cells.
 
     Of several directories of skeletons the first one that has a cell's is taken. What lies in ``tree`` as
     `operands/<dsl>/<name>.py` is found besides the package's operands, and copied: the directory of generated files is
@@ -80,23 +80,28 @@ def produce(
     digests: dict[str, str] = {}
     unfit: dict[str, str] = {}
     all_plans = []
-    for planned in plans(specs, requested, unfit):
-        operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
-        target = specs.targets[planned.target]
-        body = render(planned, operator, target, precision, folders, package)
-        try:
-            plan = completed(planned, table_of(body, package), target)
-        except IllegalError as error:
-            if not planned.derived:
-                raise
-            unfit[planned.cell] = error.sentence
-            continue
-        digest = digest_of(body, plan.dsl, target.arch, package)
-        if is_known(plan, operator, digest, known):
-            continue
-        all_plans.append(plan)
-        digests[plan.cell] = digest
-        alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
+    with CellMistakes() as mistakes:
+        for planned in plans(specs, requested, unfit, mistakes):
+            operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
+            target = specs.targets[planned.target]
+            try:
+                body = render(planned, operator, target, precision, folders, package)
+                plan = completed(planned, table_of(body, package), target)
+            except IllegalError as error:
+                if planned.derived:
+                    unfit[planned.cell] = error.sentence
+                else:
+                    mistakes.add(error)
+                continue
+            except SpecError as error:
+                mistakes.add(error)
+                continue
+            digest = digest_of(body, plan.dsl, target.arch, package)
+            if is_known(plan, operator, digest, known):
+                continue
+            all_plans.append(plan)
+            digests[plan.cell] = digest
+            alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
     files: dict[str, str] = {}
     paths: dict[str, str] = {}
     for (op, _, contract, body), sharing in alike.items():

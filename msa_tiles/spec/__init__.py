@@ -2,7 +2,7 @@
 
 from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.loader import load
-from msa_tiles.spec.mistakes import Location, SpecError
+from msa_tiles.spec.mistakes import Location, Mistakes, SpecError
 from msa_tiles.spec.model import (
     Device,
     Format,
@@ -29,6 +29,7 @@ __all__ = [
     "Format",
     "KernelRow",
     "Location",
+    "Mistakes",
     "MmaKind",
     "Operator",
     "Parameter",

@@ -29,14 +29,18 @@ class Location:
 class SpecError(ValueError):
     """A mistake in a spec or a skeleton. The text is `file:line: sentence`.
 
-    `others` are more mistakes, which have lines of their own in the text; `mistakes` are all of them.
+    `others` are more mistakes, which have lines of their own in the text; `mistakes` are all of them, the `first` one
+    as it was raised.
     """
 
-    def __init__(self, where: Location, sentence: str, others: Sequence[SpecError] = ()) -> None:
+    def __init__(
+        self, where: Location, sentence: str, others: Sequence[SpecError] = (), first: SpecError | None = None
+    ) -> None:
         super().__init__("\n".join((f"{where}: {sentence}", *map(str, others))))
         self.where = where
         self.sentence = sentence
         self.others = tuple(others)
+        self._first = first
 
     def of(self, heir: Location) -> SpecError:
         """The same mistakes, told of the file that inherits."""
@@ -44,7 +48,9 @@ class SpecError(ValueError):
 
     @property
     def mistakes(self) -> tuple[SpecError, ...]:
-        return (SpecError(self.where, self.sentence), *self.others)
+        if not self.others:
+            return (self,)
+        return (self._first or SpecError(self.where, self.sentence), *self.others)
 
 
 def joined(errors: Iterable[SpecError]) -> SpecError:
@@ -52,7 +58,7 @@ def joined(errors: Iterable[SpecError]) -> SpecError:
     found = {str(mistake): mistake for error in errors for mistake in error.mistakes}
     files = list(dict.fromkeys(mistake.where.file for mistake in found.values()))
     first, *others = sorted(found.values(), key=lambda each: (files.index(each.where.file), each.where.line))
-    return SpecError(first.where, first.sentence, others)
+    return SpecError(first.where, first.sentence, others, first) if others else first
 
 
 class Mistakes:

@@ -207,13 +207,13 @@ PART_MISTAKES = {
         "skeleton",
         "# <- operands.key_value",
         "# <- operands.query",
-        "has no operand 'query', but key_value",
+        "there is no operand 'query', but key_value",
     ),
     "no such file": (
         "operator",
         "expect:",
         "operands: {key_value: absent}\n    expect:",
-        "operands.key_value of scale.tilelang.toy.bf16 is absent, which is no module of",
+        "operands.key_value is absent, which is no module of",
     ),
     "no tensors": ("operand", "TENSORS", "ENDINGS", "does not say its TENSORS"),
     "no table": ("skeleton", "def cta(", "def block(", "`# <- cta` stands in a skeleton without a function cta"),
@@ -242,7 +242,6 @@ def test_mistakes_in_parts(name: str, toy: Toy, package: Path) -> None:
 
 # What is changed in the skeleton, and the sentence that the changed line gets.
 MISTAKES = {
-    "unknown tile": ("<- tile.rows", "<- tile.columns", "'tile.columns' has no value: 'columns' is unknown"),
     "unknown root": ("<- tile.rows", "<- tiles.rows", "'tiles.rows' has no value: 'tiles' is unknown"),
     "private path": ("<- target.sm_count", "<- target.__class__", "'target.__class__' has no value"),
     "no literal": ("<- target.sm_count", "<- target.mma.simt", "'target.mma.simt' is a MmaKind, which has no literal"),
@@ -267,11 +266,6 @@ def test_mistakes_in_a_skeleton_are_reported_on_their_line(name: str, toy: Toy) 
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (
-            "def scale(width: int)",
-            "def scale(width: int, height: int)",
-            "scale takes width, height; it must take width",
-        ),
         ("def scale(", "def resize(", "no top-level function scale"),
         ("    return name\n", "    return name +\n", "renders to invalid Python: invalid syntax"),
         ('"""Every row times a number.\n\nGrid: ROWS rows a CTA.\n"""\n', "", "has no module docstring"),
@@ -286,7 +280,7 @@ def test_the_module_contract(old: str, new: str, sentence: str, toy: Toy) -> Non
 
 def test_a_row_without_a_skeleton(toy: Toy) -> None:
     toy.skeleton.unlink()
-    with pytest.raises(SpecError, match=r"scale.tilelang.toy.bf16 has no skeleton at skeletons/tilelang/simt/scale.py"):
+    with pytest.raises(SpecError, match=r"scale.tilelang.toy.bf16: there is no skeleton at skeletons/\S*/scale.py"):
         toy.produce()
 
 
@@ -296,6 +290,104 @@ def test_a_tile_size_that_nothing_reads(toy: Toy) -> None:
         toy.produce()
     assert caught.value.where.file == str(toy.operator)
     assert caught.value.where.line < line  # the row's line
+
+
+# What is changed in the skeleton, and the sentence at the row's line; the skeleton's place stands behind it.
+ROW_MISTAKES = {
+    "a tile size that the row has not": ("<- tile.rows", "<- tile.columns", "'columns' is unknown"),
+    "a tile size of a line statement": ("% if plan.compute", "% if tile.columns", "statement: 'columns' is unknown"),
+    "an expression that a value does not take": ('% if plan.compute == "', '% if tile.rows < "', "'<' not"),
+    "a role that the precision has not":
+        ("<- target.sm_count", "<- precision.index_key.bits", "'bits' is unknown"),
+    "dims of another precision":
+        ("def scale(width: int)", "def scale(width: int, row_scales: int)", "it must take width"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROW_MISTAKES)
+def test_what_a_skeleton_cannot_take_of_a_row_is_told_at_the_row(name: str, toy: Toy) -> None:
+    old, new, sentence = ROW_MISTAKES[name]
+    at = toy.edit(toy.skeleton, old, new)
+    row = toy.operator.read_text().splitlines().index("  - dsl: tilelang") + 1
+    with pytest.raises(SpecError) as caught:
+        toy.produce()
+    [mistake] = caught.value.mistakes
+    assert (mistake.where.file, mistake.where.line) == (str(toy.operator), row)
+    place = 1 if name == "dims of another precision" else at
+    assert mistake.sentence.startswith("scale.tilelang.toy.bf16: ")
+    assert sentence in mistake.sentence and mistake.sentence.endswith(f" ({toy.skeleton}:{place})")
+
+
+def test_an_operand_that_a_line_statement_asks_and_that_is_none_is_told_at_the_row(toy: Toy) -> None:
+    toy.edit(toy.skeleton, '% if plan.compute == "float32":', "% if declared.key_value.SCORES")
+    toy.edit(toy.operator, "    mma: simt", "    operands: {key_value: absent}\n    mma: simt")
+    with pytest.raises(SpecError, match=r"operands\.key_value is absent, which is no module of") as caught:
+        toy.produce()
+    [mistake] = caught.value.mistakes
+    assert mistake.where.file == str(toy.operator) and "line statement" not in mistake.sentence
+
+
+def test_a_table_that_fails_for_a_dim_is_told_at_the_row(toy: Toy, package: Path) -> None:
+    toy.edit(toy.skeleton, "    keys = key_value.parts", "    size = {64: 1}[width]\n    keys = key_value.parts")
+    row = toy.operator.read_text().splitlines().index("  - dsl: tilelang") + 1
+    with pytest.raises(SpecError, match=r"cta makes no table of width=128: KeyError: 128") as caught:
+        produce(load(toy.specs), toy.skeletons, package)
+    assert (caught.value.where.file, caught.value.where.line) == (str(toy.operator), row)
+
+
+def test_all_mistakes_of_all_rows_are_told_at_once(toy: Toy) -> None:
+    """Those of a row that has no plan, of one without a skeleton, and all of one whose skeleton is there."""
+    text = toy.operator.read_text()
+    before, _, row = text.partition("kernels:\n")
+    rows = (
+        row,
+        row.replace("    mma: simt", "    algorithm: absent\n    mma: simt"),
+        row.replace("    mma: simt", "    algorithm: large\n    mma: simt").replace("rows: 8", "rows: 80"),
+    )
+    toy.operator.write_text(f"{before}kernels:\n{''.join(rows)}")
+    toy.edit(toy.skeleton, "<- tile.unroll", "<- tile.lines")
+    toy.edit(toy.skeleton, "<- target.sm_count", "<- tile.columns")
+    lines = [
+        number for number, line in enumerate(toy.operator.read_text().splitlines(), 1) if "- dsl: tilelang" in line
+    ]
+    with pytest.raises(SpecError) as caught:
+        toy.produce()
+    found = [(mistake.where.line, mistake.sentence) for mistake in caught.value.mistakes]
+    assert {mistake.where.file for mistake in caught.value.mistakes} == {str(toy.operator)}
+    assert [line for line, _ in found] == [lines[0]] * 2 + lines[1:]
+    for (_, sentence), part in zip(
+        found,
+        (
+            "bf16: 'tile.lines' has no value: 'lines' is unknown (skeletons",
+            "bf16: 'tile.columns' has no value: 'columns' is unknown (skeletons",
+            "bf16.absent: there is no skeleton at ",
+            "bf16.large: ",
+        ),
+        strict=True,
+    ):
+        assert f"scale.tilelang.toy.{part}" in sentence, caught.value
+
+
+def test_all_mistakes_of_a_skeleton_are_told_at_once_and_once(toy: Toy) -> None:
+    first = toy.edit(toy.skeleton, "ROWS = 1 ", "print(1) ")
+    second = toy.edit(toy.skeleton, "SMS = 1 ", "SMS[0] = 1 ")
+    toy.edit(toy.operator, "precisions: [bf16]", "precisions: [bf16, q16kv8]")
+    toy.edit(toy.operator, "  bf16: {out: 0.01}", "  bf16: {out: 0.01}\n  q16kv8: {out: 0.02}")
+    with pytest.raises(SpecError) as caught:
+        toy.produce()
+    assert [(each.where.file, each.where.line) for each in caught.value.mistakes] == [
+        (str(toy.skeleton), line) for line in sorted((first, second))
+    ]
+
+
+def test_a_mistake_of_several_cells_of_a_row_is_told_once(toy: Toy) -> None:
+    toy.edit(toy.operator, "precisions: [bf16]", "precisions: [bf16, q16kv8]")
+    toy.edit(toy.operator, "  bf16: {out: 0.01}", "  bf16: {out: 0.01}\n  q16kv8: {out: 0.02}")
+    toy.edit(toy.skeleton, "<- tile.unroll", "<- tile.lines")
+    with pytest.raises(SpecError) as caught:
+        toy.produce()
+    [mistake] = caught.value.mistakes
+    assert mistake.sentence.startswith("scale.tilelang.toy.bf16, scale.tilelang.toy.q16kv8: 'tile.lines' has no value")
 
 
 def test_text_values_are_escaped(toy: Toy) -> None:

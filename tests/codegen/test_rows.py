@@ -70,7 +70,7 @@ def test_an_algorithm_has_a_cell_a_skeleton_and_a_file_of_its_own(toy: Toy) -> N
     toy.operator.write_text(
         toy.operator.read_text() + row.replace("    mma: simt", "    algorithm: queued\n    mma: simt")
     )
-    with pytest.raises(SpecError, match=r"scale.tilelang.toy.bf16.queued has no skeleton at .*simt/scale_queued.py"):
+    with pytest.raises(SpecError, match=r"toy.bf16.queued: there is no skeleton at .*simt/scale_queued.py"):
         toy.produce()
     shutil.copy(toy.skeleton, toy.skeleton.with_name("scale_queued.py"))
     toy.edit(toy.skeleton.with_name("scale_queued.py"), "Every row times a number.", "The same by a queue.")
