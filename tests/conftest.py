@@ -1,6 +1,7 @@
 """Markers: `gpu` tests run where a Hopper GPU is, `slow` ones can be left out with `pytest -m "not slow"`.
 
-Of the many cases of a test with `drawn(n)`, n are not slow: others in every run, drawn by MSA_TILES_SEED.
+Of the many cases of a test with `drawn(n)`, n are not slow: others in every run, drawn by MSA_TILES_SEED. `--seeds N`
+runs each test that draws under N seeds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from seeds import Seeds, numbers_of, seed_all
 
 CAPABILITY_MAJOR = 9
 _LEFT_OUT = pytest.StashKey[int]()
@@ -40,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MSA_TILES_SEED", str(random.randrange(1 << 31)))
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = os.environ["MSA_TILES_SEED"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", metavar="N", help="run each test that draws under N seeds (see tests/seeds.py)")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if (text := session.config.option.seeds) is not None:
+        session.config.pluginmanager.register(Seeds(numbers_of(text)), "seeds of msa_tiles")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seed_all(item.nodeid)
 
 
 def pytest_report_header() -> str:

@@ -2,10 +2,78 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import hypothesis
 import pytest
+import torch
 from hypothesis import core
 from hypothesis import strategies as st
+from seeds import numbers_of, seed_all
+
+# Each test writes what it drew beside its name; `rare` fails for one seed of ten.
+DRAWING = """
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+
+def drew(name, value):
+    with open("drawn", "a") as file:
+        file.write(f"{name} {value}\\n")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return torch.randn((), generator=torch.Generator().manual_seed(1)).item()
+
+
+def test_of_nothing(shared):
+    drew("nothing", shared)
+
+
+def test_of_a_fixture(shared, tmp_path):
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    drew("shared", f"{shared} {random.Random(1).random()}")
+
+
+def test_of_torch():
+    drew("torch", torch.randn((), generator=torch.Generator("cpu").manual_seed(0)).item())
+
+
+def test_of_numpy():
+    drew("numpy", np.random.default_rng(0).random())
+
+
+def test_of_no_generator():
+    drew("none", torch.randn(()).item())
+
+
+@given(number=st.integers(0, 1 << 30))
+def test_of_hypothesis(number):
+    drew("hypothesis", number)
+
+
+def test_rare():
+    value = random.Random(0).random()
+    drew("rare", value)
+    assert not 0 <= value - 0.5 < 0.1
+
+
+@pytest.mark.skip
+def test_left_out():
+    pass
+"""
 
 
 def test_hypothesis_keeps_nothing_and_takes_the_seed_of_the_run(request: pytest.FixtureRequest) -> None:
@@ -27,3 +95,52 @@ def test_a_seed_draws_the_same_examples() -> None:
     for seen in drawn:
         draw(seen)
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 5
+
+
+def test_the_runs_that_an_option_names() -> None:
+    assert (numbers_of("200"), numbers_of("7-7"), numbers_of("3-5")) == (range(200), range(7, 8), range(3, 6))
+
+
+def test_what_has_no_generator_is_seeded_by_the_run_and_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(seed: str, test: str) -> tuple[float, float]:
+        monkeypatch.setenv("MSA_TILES_SEED", seed)
+        seed_all(test)
+        return torch.randn(()).item(), random.random()
+
+    assert drawn("1", "a") == drawn("1", "a")
+    assert len({drawn(seed, test) for seed in "12" for test in "ab"}) == 4
+
+
+@pytest.mark.slow
+def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
+    (tmp_path / "test_drawing.py").write_text(DRAWING)
+
+    def run(*options: str) -> tuple[str, dict[str, list[str]]]:
+        (tmp_path / "drawn").write_text("")
+        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", *options]
+        path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+        done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=120)
+        found: dict[str, list[str]] = {}
+        for line in (tmp_path / "drawn").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            found.setdefault(name, []).append(value)
+        return done.stdout, found
+
+    out, found = run("--seeds", "60")
+    assert "1 failed, 6 passed, 1 skipped" in out, out
+    assert len(found["nothing"]) == 1, "a test that draws nothing runs once"
+    for name in ("shared", "torch", "numpy", "none"):
+        assert len(set(found[name])) == len(found[name]) == 60, name
+    assert len({value.split()[0] for value in found["shared"]}) == 1, "a fixture of the module is drawn once"
+    assert len(set(found["hypothesis"])) > 1000
+    [(number, place)] = re.findall(r"run (\d+) of 0 to 59; again: (.*)", out)
+    assert len(found["rare"]) == int(number) + 1, "it stops where it fails"
+    # The run that failed, alone and in another process.
+    assert re.fullmatch(rf"MSA_TILES_SEED={os.environ['MSA_TILES_SEED']} pytest --seeds {number}-{number} '.*'", place)
+    out, again = run("--seeds", f"{number}-{number}")
+    assert "1 failed, 6 passed, 1 skipped" in out, out
+    assert {name: values[-1] for name, values in again.items()}["rare"] == found["rare"][-1]
+    for name in ("shared", "torch", "numpy", "none"):
+        assert again[name] == [found[name][int(number)]], name
+    _, plain = run()
+    assert {plain[name][0] for name in ("torch", "none")} == {found[name][0] for name in ("torch", "none")}
