@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,19 @@ _HELPERS = "msa_tiles.dsl"
 OPERANDS = ".operands"
 
 
-def code_of(text: str, package: Path = PACKAGE) -> list[str]:
-    """The syntax of a kernel file (or of its body), then that of the helper modules it imports, directly or not.
+def code_of(text: str, package: Path = PACKAGE) -> list[bytes]:
+    """sha256 of the syntax of a kernel file (or of its body), then of that of the helper modules it imports, directly
+    or not, by name.
 
     Comments and docstrings compile to nothing and are no part of it.
     """
-    return [syntax_of(text), *_helper_syntax(text, package)]
+    found = _helpers(text, package)
+    return [_sha256_of("", text), *(_sha256_of(f"{name}\n", found[name]) for name in sorted(found))]
+
+
+@functools.lru_cache(maxsize=512)
+def _sha256_of(name: str, source: str) -> bytes:
+    return hashlib.sha256(f"{name}{syntax_of(source)}".encode()).digest()
 
 
 @functools.lru_cache(maxsize=4)  # not more: each garbage collection would look at every node of every tree
@@ -55,10 +63,14 @@ def _written(node: object) -> str:
         return f"{type(node.value).__name__} {node.value!r}"
     if isinstance(node, ast.AST):
         # Fields that hold nothing are left out: later versions of Python add some to old nodes.
-        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
-        return f"{type(node).__name__}({', '.join(f'{name}={_written(value)}' for name, value in fields)})"
+        fields = []
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                fields.append(f"{name}={_written(value)}")
+        return f"{type(node).__name__}({', '.join(fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(_written(item) for item in node if not _is_text(item))}]"
+        return f"[{', '.join([_written(item) for item in node if not _is_text(item)])}]"
     return repr(node)
 
 
@@ -90,12 +102,6 @@ def header_of(text: str) -> str:
 
 def without_header(text: str) -> str:
     return text[len(header_of(text)) :]
-
-
-def _helper_syntax(text: str, package: Path) -> list[str]:
-    """Name and syntax of the helper modules that a kernel imports, directly or not, ordered by name."""
-    found = _helpers(text, package)
-    return [name + "\n" + syntax_of(found[name]) for name in sorted(found)]
 
 
 def _helpers(text: str, package: Path) -> dict[str, str]:
@@ -130,21 +136,30 @@ def _imported_helpers(source: str, file_of: Callable[[str], Path | None], import
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", tuple(alias.name for alias in node.names)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node, without what is in expressions, which are most of a tree."""
+    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+        inner = getattr(node, name, None)
+        for each in inner if isinstance(inner, list) else ():
+            yield each
+            yield from _statements(each)
+
+
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
     """The file of a helper module or an operand, by its full name; None where it is neither."""
     if not f"{name}.".startswith(f"{_HELPERS}."):
         return None
-    base = package.joinpath(*name.split(".")[1:])
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-        if candidate.is_file():
-            return candidate
+    base = os.path.join(package, *name.split(".")[1:])
+    for candidate in (f"{base}.py", os.path.join(base, "__init__.py")):
+        if os.path.isfile(candidate):
+            return Path(candidate)
     folder, _, last = name.rpartition(".")
     return operand_file(last, folder, package) if folder.endswith(OPERANDS) else None
 

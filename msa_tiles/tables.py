@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ def _table_of(read: _Read) -> Callable[..., Table]:
     return table
 
 
-def constants_of(file: Path, package: Path = PACKAGE) -> dict[str, Any]:
+def constants_of(file: Path, package: Path = PACKAGE) -> Mapping[str, Any]:
     """The constants and marked functions of the file of a helper or an operand."""
     return _names(_read(file.read_text(encoding="utf-8"), package))
 
@@ -99,7 +99,8 @@ def _read(text: str, package: Path) -> _Read:
     return _Read(declared.source, tuple(brought))
 
 
-def _names(read: _Read) -> dict[str, Any]:
+@functools.lru_cache(maxsize=256)
+def _names(read: _Read) -> Mapping[str, Any]:
     names: dict[str, Any] = {}
     for here, there, file in read.brought:
         if file is None:

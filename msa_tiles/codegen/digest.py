@@ -22,8 +22,9 @@ def digest_of(text: str, dsl: str, arch: str, package: Path = PACKAGE) -> str:
     Whatever else of a target reaches code generation stands in the text.
     """
     state = hashlib.sha256()
-    for part in (*code_of(text, package), json.dumps({"arch": arch, **PINS[dsl]}, sort_keys=True)):
-        state.update(hashlib.sha256(part.encode()).digest())
+    compiler = json.dumps({"arch": arch, **PINS[dsl]}, sort_keys=True)
+    for part in (*code_of(text, package), hashlib.sha256(compiler.encode()).digest()):
+        state.update(part)
     return state.hexdigest()[:16]
 
 

@@ -22,9 +22,9 @@ import ast
 import functools
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -32,7 +32,7 @@ from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
-from msa_tiles.tables import TableError, constants_of, describe, docstring_of, table_of
+from msa_tiles.tables import Table, TableError, constants_of, describe, docstring_of, table_of
 
 SKELETONS = Path(__file__).parent / "skeletons"
 
@@ -130,8 +130,7 @@ def _rendered(
         "precision": precision,
         "operator": operator,
     }
-    with Mistakes() as mistakes:
-        source = "".join(_marked_lines(skeleton, file, mistakes))
+    source = _marked(skeleton, file)
     with Mistakes() as mistakes:
         # What stands in for a mistake is text that nobody sees.
         def value(dotted: str, line: int) -> str:
@@ -182,10 +181,15 @@ def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str) ->
     if table is None:
         raise SpecError(Location(file, 1), "`# <- cta` stands in a skeleton without a function cta")
     try:
-        lines = describe([table(**variant) for variant in plan.points()])
+        lines = _described(table, tuple(tuple(variant.items()) for variant in plan.points()))
     except TableError as error:
         raise _refused(plan, str(error), Location(file, 1)) from error
     return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
+
+
+@functools.lru_cache(maxsize=256)
+def _described(table: Callable[..., Table], variants: tuple[tuple[tuple[str, int], ...], ...]) -> tuple[str, ...]:
+    return tuple(describe([table(**dict(variant)) for variant in variants]))
 
 
 def _operand(role: str, plan: KernelPlan, package: Path, where: Location) -> Path:
@@ -245,6 +249,13 @@ class _Declared(Mapping[str, Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._plan.operands)
+
+
+@functools.lru_cache(maxsize=128)
+def _marked(source: str, file: str) -> str:
+    """A skeleton in jinja's own words. Raises SpecError with all marks that are none."""
+    with Mistakes() as mistakes:
+        return "".join(_marked_lines(source, file, mistakes))
 
 
 def _marked_lines(source: str, file: str, mistakes: Mistakes) -> Iterator[str]:
@@ -325,21 +336,37 @@ def _template_line(error: Exception) -> int:
     return lines[-1] or 1 if lines else 1
 
 
+class _Outline(NamedTuple):
+    """What a kernel's contract asks of a module."""
+
+    has_docstring: bool
+    functions: Mapping[str, tuple[str, ...]]  # their arguments
+
+
+@functools.lru_cache(maxsize=256)
+def _outline(text: str) -> _Outline:
+    """Raises SyntaxError."""
+    module = parsed(text)
+    functions = {
+        node.name: tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+        for node in module.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    return _Outline(bool(ast.get_docstring(module)), functions)
+
+
 def _check_module(text: str, plan: KernelPlan, file: str) -> None:
     """The kernel module keeps its contract: a function named like the operator, one keyword for each variant dim."""
     try:
-        module = parsed(text)
+        has_docstring, functions = _outline(text)
     except SyntaxError as error:
         raise SpecError(Location(file, 1), f"{plan.cell} renders to invalid Python: {error.msg}") from error
-    if not ast.get_docstring(module):
+    if not has_docstring:
         raise SpecError(Location(file, 1), "the skeleton has no module docstring")
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name == plan.op:
-            arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            if sorted(arguments) != sorted(plan.variants):
-                wanted = ", ".join(plan.variants) or "nothing"
-                raise _refused(
-                    plan, f"{plan.op} takes {', '.join(arguments)}; it must take {wanted}", Location(file, 1)
-                )
-            return
-    raise SpecError(Location(file, 1), f"the skeleton defines no top-level function {plan.op}")
+    if plan.op not in functions:
+        raise SpecError(Location(file, 1), f"the skeleton defines no top-level function {plan.op}")
+    arguments = functions[plan.op]
+    if sorted(arguments) != sorted(plan.variants):
+        wanted = ", ".join(plan.variants) or "nothing"
+        sentence = f"{plan.op} takes {', '.join(arguments)}; it must take {wanted}"
+        raise _refused(plan, sentence, Location(file, 1))

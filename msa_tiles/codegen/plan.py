@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from msa_tiles.spec import (
     Expression,
@@ -82,25 +84,25 @@ class KernelPlan:
     def threads(self, variant: Point) -> int:
         """Threads of a block of this variant."""
         if self.threads_formula is None:
-            return self._table(variant).threads
+            return _sizes(self._table(variant)).threads
         return self.threads_formula.whole({**self.tile, **variant})
 
     def shared_memory(self, variant: Point) -> int:
         """Bytes of shared memory that a block of this variant takes."""
         if self.shared_memory_formula is None:
-            return self._table(variant).shared_memory
+            return _sizes(self._table(variant)).shared_memory
         return self.shared_memory_formula.whole({**self.tile, **variant})
 
     def registers(self, variant: Point) -> int:
         """Registers that a block of this variant claims at run time; 0 when it leaves them to the compiler."""
         if self.threads_formula is None:
-            return self._table(variant).registers
+            return _sizes(self._table(variant)).registers
         return self.registers_formula.whole({**self.tile, **variant}) if self.registers_formula else 0
 
     def tensor_memory(self, variant: Point) -> int:
         """Columns of tensor memory that a block of this variant takes."""
         if self.threads_formula is None:
-            return self._table(variant).tensor_memory
+            return _sizes(self._table(variant)).tensor_memory
         return self.tensor_memory_formula.whole({**self.tile, **variant}) if self.tensor_memory_formula else 0
 
     def points(self) -> Iterator[dict[str, int]]:
@@ -112,6 +114,21 @@ class KernelPlan:
         if self.table is None:
             raise CellError(self, "neither the row nor the kernel says how many threads it has")
         return self.table(**variant)
+
+
+class _Sizes(NamedTuple):
+    """What a block takes by its table."""
+
+    threads: int
+    shared_memory: int
+    registers: int
+    tensor_memory: int
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _sizes(table: Table) -> _Sizes:
+    """Worked out once for each table, which cells of the same code share."""
+    return _Sizes(table.threads, table.shared_memory, table.registers, table.tensor_memory)
 
 
 def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:

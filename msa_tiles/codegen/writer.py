@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,19 @@ class Changes:
     kept: tuple[str, ...] = ()
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections: they look at every node of the syntax trees that are about, and free none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def produce(
     specs: Specs,
     skeletons: Path | Sequence[Path] = SKELETONS,

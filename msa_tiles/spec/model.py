@@ -218,13 +218,14 @@ class Variants:
         """All points of ``ci`` ("pairs"), or the first and the fewest others that hold every value ("values")."""
         if which == "pairs":
             return self.ci
-        chosen = [self.ci[0]]
+        items = [frozenset(point.items()) for point in self.ci]
+        chosen, seen = [0], set(items[0])
         while True:
-            seen = {item for point in chosen for item in point.items()}
-            best = max(self.ci, key=lambda point: len(point.items() - seen))
-            if best.items() <= seen:
-                return tuple(chosen)
+            best = max(range(len(items)), key=lambda place: len(items[place] - seen))
+            if items[best] <= seen:
+                return tuple(self.ci[place] for place in chosen)
             chosen.append(best)
+            seen |= items[best]
 
     def only(self, values: Mapping[str, tuple[int, ...]]) -> Variants:
         """Those points of ``ci`` whose dims have one of these values."""
