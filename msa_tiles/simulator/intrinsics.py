@@ -195,27 +195,33 @@ def raw_pointer(
     return resolve
 
 
-def _load_128(compiler: Expressions, node: Any) -> Closure:
-    from msa_tiles.simulator.expressions import Vector
+def _load_wide(width: int) -> Callable[[Expressions, Any], Closure]:
+    """T.ldg32, T.ldg64 and T.ldg128: `width` bytes."""
 
-    if len(node.args) != 1 or compiler.inner is not None:
-        raise UnsupportedError(f"predicated 128-bit load, or one in a parallel loop: {node}")
-    word, lanes = vector_type(node.dtype)
-    resolve = raw_pointer(compiler, node.args[0], word)
+    def build(compiler: Expressions, node: Any) -> Closure:
+        from msa_tiles.simulator.expressions import Vector
 
-    def load(f: Frame) -> Any:
-        memory, at = resolve(f)
-        elements = VECTOR_BYTES // memory.dtype.itemsize
-        at = np.broadcast_to(np.asarray(at, np.int64), f.shape)
-        active = at if f.mask is None else at[f.mask]
-        values = np.zeros((len(at), elements), memory.dtype)
-        values[slice(None) if f.mask is None else f.mask] = memory.array[
-            memory.places(active[:, None] + np.arange(elements))
-        ]
-        words = values.view(word)
-        return Vector(words[:, n].copy() for n in range(lanes))
+        if len(node.args) != 1 or compiler.inner is not None:
+            raise UnsupportedError(f"predicated {8 * width}-bit load, or one in a parallel loop: {node}")
+        word, lanes = vector_type(node.dtype)
+        resolve = raw_pointer(compiler, node.args[0], word, width)
 
-    return load
+        def load(f: Frame) -> Any:
+            memory, at = resolve(f)
+            elements = width // memory.dtype.itemsize
+            at = np.broadcast_to(np.asarray(at, np.int64), f.shape)
+            active = at if f.mask is None else at[f.mask]
+            values = np.zeros((len(at), elements), memory.dtype)
+            values[slice(None) if f.mask is None else f.mask] = memory.array[
+                memory.places(active[:, None] + np.arange(elements))
+            ]
+            words = values.view(word)
+            return Vector(words[:, n].copy() for n in range(lanes)) if lanes > 1 else words[:, 0].copy()
+
+        assert lanes * word.itemsize == width
+        return load
+
+    return build
 
 
 def store_wide(compiler: Expressions, node: Any, width: int) -> Closure:
@@ -263,7 +269,9 @@ BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.warp_reduce_min": _warp_wide(lambda values: values.min(1)),
     "tl.atomic_add_ret_elem_op": _atomic_add,
     "tl.atomic_add_elem_op": _atomic_add,
-    "tl.ldg128": _load_128,
+    "tl.ldg32": _load_wide(4),
+    "tl.ldg64": _load_wide(8),
+    "tl.ldg128": _load_wide(VECTOR_BYTES),
     "tl.lds64": words.load_shared,
     "tl.lds128": words.load_shared,
     "tl.mul2": words.times,
