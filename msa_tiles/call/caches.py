@@ -1,4 +1,4 @@
-"""Calls that write rows into paged caches."""
+"""Calls that write rows into paged caches, or read them all."""
 
 from __future__ import annotations
 
@@ -44,6 +44,30 @@ class IndexRows(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.idx_k.device
+
+
+class Whole(NamedTuple):
+    """A validated call of dequantize_kv: k, v [Tk, Hkv, D], or [pages, Hkv, page, D] with a table, and their scales."""
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    seqused_k: Tensor | None
+    k_scale: Tensor
+    v_scale: Tensor
+    k_global_scale: Tensor | None
+    v_global_scale: Tensor | None
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of what is written."""
+        rows = self.k.shape[0] if self.page_table is None else self.page_table.numel() * self.k.shape[2]
+        return rows, self.k.shape[1], formats.width(self.k)
 
 
 class Cache(NamedTuple):
@@ -196,3 +220,41 @@ def append_index(
     backends.check(backend, idx_k.device)
     held = cache_of("cache", cache, scale, "scale", format, idx_k, "idx_k")
     return IndexRows(idx_k, slot_mapping, held.given, backend), held
+
+
+def dequantize_kv(
+    k: Any, v: Any, *, page_table: Any, seqused_k: Any, k_scale: Any, v_scale: Any, backend: str
+) -> Whole:
+    """Check everything."""
+    k, k_scale, k_global = scales.unpacked_keys("k", k, k_scale, "k_scale")
+    v, v_scale, v_global = scales.unpacked_keys("v", v, v_scale, "v_scale")
+    paged = page_table is not None
+    dims = "[pages, Hkv, page, D]" if paged else "[Tk, Hkv, D]"
+    for name, value in (("k", k), ("v", v)):
+        validate.tensor(name, value, dims)
+        if not formats.is_quantised(value):
+            validate.refuse_type(name, f"dtype {value.dtype}", f"{FP8}, or a QuantizedTensor")
+        validate.unit_last_stride(name, value)
+    if v.dtype != k.dtype:
+        validate.refuse_type("v", f"dtype {v.dtype}", f"{k.dtype} like k")
+    if v.shape != k.shape:
+        validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
+    validate.same_device("v", v, k, "k")
+    if 0 in k.shape[1:]:
+        wanted = "at least one head, a head dim and pages of at least 1"
+        validate.refuse("k", f"shape {validate.shape_text(k.shape)}", wanted)
+    scales.of_keys("k_scale", k_scale, k, "k", paged)
+    scales.of_keys("v_scale", v_scale, v, "v", paged)
+    if (came := formats.stored(v, v_scale)) != (wanted := formats.stored(k, k_scale)):
+        validate.refuse_type("v", f"format {came!r}", f"{wanted!r} like k")
+    if paged:
+        table = validate.int32("page_table", page_table, [None, None], "[B, max_pages]", k, "k")
+        validate.unit_last_stride("page_table", table)
+        if seqused_k is None:
+            validate.refuse("seqused_k", "None", "int32 [B] with page_table")
+        validate.int32("seqused_k", seqused_k, [table.shape[0]], "[B]", k, "k")
+        validate.dense("seqused_k", seqused_k)
+    elif seqused_k is not None:
+        validate.refuse("seqused_k", "a tensor", "None without page_table: all flat rows are written")
+    backends.check(backend, k.device)
+    return Whole(k, v, page_table, seqused_k, k_scale, v_scale, k_global, v_global, backend)

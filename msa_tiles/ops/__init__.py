@@ -33,6 +33,7 @@ from msa_tiles.ops.combine import combine
 from msa_tiles.ops.decode_score import decode_score
 from msa_tiles.ops.decode_topk import decode_topk
 from msa_tiles.ops.dense_attention import dense_attention
+from msa_tiles.ops.dequantize_kv import dequantize_kv
 from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.index_score import index_score
 from msa_tiles.ops.msa_attention import msa_attention
@@ -53,6 +54,7 @@ __all__ = [
     "decode_topk",
     "decode_workspace_bytes",
     "dense_attention",
+    "dequantize_kv",
     "index_kl",
     "index_score",
     "msa_attention",

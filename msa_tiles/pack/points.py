@@ -19,7 +19,10 @@ M3 = {"head_dim": (128,), "index_dim": (128,), "block_size": (128,), "pages_per_
 _FORWARD = ("build_schedule", "combine", "index_score", "select_blocks", "split_selection", "topk_select")
 _ATTENTION = ("shared_attention", "sparse_attention")
 OPERATORS = {
-    "serving": ("append_index", "append_kv", *_FORWARD, *_ATTENTION, "decode_score", "decode_topk", "sparse_decode"),
+    "serving": (
+        *("append_index", "append_kv", "dequantize_kv", *_FORWARD, *_ATTENTION),
+        *("decode_score", "decode_topk", "sparse_decode"),
+    ),
     "training": (
         *_FORWARD, *_ATTENTION, "gradient_rows", "index_gradients", "index_kl", "index_lse", "merge_gradients",
         "sparse_attention_backward",

@@ -10,7 +10,7 @@ from msa_tiles.reference import plain
 from msa_tiles.reference.alone import each_alone
 from msa_tiles.reference.attention import combine, dense_attention, sparse_attention
 from msa_tiles.reference.backward import dense_attention_backward, sparse_attention_backward
-from msa_tiles.reference.caches import append_index, append_kv, append_rows
+from msa_tiles.reference.caches import append_index, append_kv, append_rows, dequantize_kv
 from msa_tiles.reference.gradient_parts import gradient_rows, merge_gradients
 from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.index_parts import index_gradients, index_lse
@@ -27,6 +27,7 @@ __all__ = [
     "combine",
     "dense_attention",
     "dense_attention_backward",
+    "dequantize_kv",
     "each_alone",
     "gradient_rows",
     "index_gradients",

@@ -1,11 +1,11 @@
-"""Rows written into paged caches: one rounding from the input to what the cache stores."""
+"""Rows written into paged caches, one rounding from the input to what the cache stores, and read out of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from msa_tiles.quant import FP8, GROUPS, quantize_mxfp4, quantize_nvfp4, round_fp8, scale_of
+from msa_tiles.quant import FP8, GROUPS, dequantize, quantize_mxfp4, quantize_nvfp4, round_fp8, scale_of
 from msa_tiles.quant.layouts import TOKENS
 from msa_tiles.reference.threads import one_thread
 
@@ -94,3 +94,59 @@ def _append_groups(
         stored[page, :, place // TOKENS, :, place % TOKENS] = groups
     else:
         stored[page, :, place] = groups
+
+
+@one_thread()
+def dequantize_kv(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_global_scale: Tensor | None = None,
+    v_global_scale: Tensor | None = None,
+) -> None:
+    """Write what quantised keys and values stand for into k_out, v_out [rows, H, D]; see `msa_tiles.ops.dequantize_kv`.
+
+    k, v [Tk, H, D], or [pages, H, page, D] with ``page_table`` [B, W] and ``seqused_k`` [B], rows then B * W * page.
+    Scales of groups are interleaved where they have a dimension more than k.
+    """
+    for values, out, scale, outer in ((k, k_out, k_scale, k_global_scale), (v, v_out, v_scale, v_global_scale)):
+        if page_table is None or seqused_k is None:
+            out.copy_(_dequantized(values, scale, outer))
+        else:
+            _gather_pages(values, out, page_table, seqused_k, scale, outer)
+
+
+def _gather_pages(
+    values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: Tensor | None, outer: Tensor | None
+) -> None:
+    num_pages, heads, page_size, _ = values.shape
+    rows = torch.arange(table.shape[1] * page_size, device=table.device)
+    if num_pages == 0:
+        gathered = out.new_zeros((*table.shape, heads, page_size, out.shape[-1]))
+    else:
+        pages = table.clamp(0, num_pages - 1).long()
+        of_pages = scale is not None and scale.dim() >= values.dim() - 1
+        chosen = _taken(scale, pages) if scale is not None and of_pages else scale
+        gathered = _dequantized(_taken(values, pages), chosen, outer).view(*table.shape, heads, page_size, -1)
+        absent = (table < 0) | (table >= num_pages)
+        gathered = gathered.masked_fill(absent[:, :, None, None, None], 0.0)
+    found = gathered.transpose(2, 3).reshape(table.shape[0] * len(rows), heads, out.shape[-1])
+    used = (rows < lengths[:, None]).flatten()
+    out.copy_(torch.where(used[:, None, None], found.to(out.dtype), out))
+
+
+def _taken(tensor: Tensor, pages: Tensor) -> Tensor:
+    """Pages [n, ...] of a tensor; torch indexes no 8-bit floats."""
+    plain = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return plain[pages.flatten()].view(tensor.dtype)
+
+
+def _dequantized(values: Tensor, scale: Tensor | None, outer: Tensor | None) -> Tensor:
+    interleaved = values.dtype == torch.uint8 and scale is not None and scale.dim() > values.dim()
+    return dequantize(values, scale, layout="interleaved" if interleaved else "linear", global_scale=outer)

@@ -18,7 +18,17 @@ from msa_tiles import ops, reference
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
 from msa_tiles.ops.build_schedule import build_on
-from msa_tiles.verify import caches, compare, gradient_parts, index_parts, packed, schedules, selection, training
+from msa_tiles.verify import (
+    caches,
+    compare,
+    dequantize,
+    gradient_parts,
+    index_parts,
+    packed,
+    schedules,
+    selection,
+    training,
+)
 from msa_tiles.verify.attention import rounded_error
 from msa_tiles.verify.cases import Case
 from msa_tiles.verify.hybrid import SplitSelection, hybrid
@@ -276,6 +286,7 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     "shared_attention": SharedAttention,
     **selection.CHECKS,
     **caches.CHECKS,
+    **dequantize.CHECKS,
     **gradient_parts.CHECKS,
     **index_parts.CHECKS,
     **training.CHECKS,

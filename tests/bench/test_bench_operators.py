@@ -73,6 +73,18 @@ def test_caches_of_4_bits(small, op, precision):
     assert all(isinstance(peer, Skipped) for peer in bench.peers)
 
 
+@pytest.mark.parametrize("precision", ["q16kv8", "q16kv4", "q16kvmx4"])
+def test_dequantised_caches(precision):
+    bench = BENCHMARKS["dequantize_kv"].prepare(shrunk("dequantize_kv", "prefill_8k"), CPU, precision)
+    made = bench.make(0)
+    k, v = bench.ours("reference", made)()
+    assert bench.check(made, (k, v)) is None
+    [of_torch] = bench.peers
+    assert of_torch.check(made, of_torch.bind(made)()) is None
+    v[999] += 1
+    assert "are others" in bench.check(made, (k, v))
+
+
 def test_select_blocks_on_fp8(small):
     bench = small("select_blocks", "q8k8")
     made = bench.make(0)

@@ -94,7 +94,9 @@ def paged(op: str) -> dict[str, Any]:
 TRAINING = ["dense_attention", "index_kl", "msa_attention", "sparse_attention_backward"]
 # Those that write into the caller's caches alone, too.
 IN_PLACE = ["append_index", "append_kv"]
-_OTHERS = ("Schedule", "decode_workspace_bytes", *TRAINING, *IN_PLACE)
+# And those that take quantised tensors alone.
+QUANTISED = ["dequantize_kv"]
+_OTHERS = ("Schedule", "decode_workspace_bytes", *TRAINING, *IN_PLACE, *QUANTISED)
 OPERATORS = {name: getattr(ops, name) for name in ops.__all__ if name not in _OTHERS}
 EVERY_OPERATOR = sorted(OPERATORS)
 # Operators of one contract each.

@@ -65,6 +65,14 @@ CALLS["append_index"] = functools.partial(appended, "append_index"), {
     "idx_k": torch.ones(3, 16), "cache": torch.zeros(2, 4, 16).to(quant.FP8),
     "slot_mapping": torch.tensor([0, 5, -1]), "scale": torch.tensor(0.3),
 }  # fmt: skip
+STORED = quant.quantize_nvfp4(torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(3)), torch.tensor(0.5))
+CALLS["dequantize_kv"] = ops.dequantize_kv, {"k": STORED, "v": STORED}
+CALLS["dequantize_kv, paged"] = ops.dequantize_kv, {
+    **{name: torch.ones(3, 2, 4, 16).to(quant.FP8) for name in "kv"},
+    **{name: torch.tensor(0.3) for name in ("k_scale", "v_scale")},
+    "page_table": torch.tensor([[2, 0], [1, -1]], dtype=torch.int32),
+    "seqused_k": torch.tensor([8, 8], dtype=torch.int32),
+}  # fmt: skip
 
 
 def source() -> Source:

@@ -12,6 +12,7 @@ from rounding import close, softmax_terms
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from msa_tiles import ops, reference
+from msa_tiles.quant import FP8
 from msa_tiles.reference.threads import one_thread
 
 DEFAULT = 2
@@ -56,6 +57,7 @@ def calls() -> dict[str, Callable[[], object]]:
     score, outs, lses = torch.randn(2, TOKENS, 3, generator=generator), out[None], lse[None]
     cache, other, slots = torch.zeros(TOKENS, 2, 1, 8), torch.zeros(TOKENS, 2, 1, 8), torch.arange(TOKENS)
     index_cache = torch.zeros(TOKENS, 1, 8)
+    codes, rows = k.to(FP8), torch.zeros(2, TOKENS, 2, 8).bfloat16().unbind()
     return {
         "append_index": lambda: reference.append_index(idx_k, index_cache, slots),
         "append_kv": lambda: reference.append_kv(k, v, cache, other, slots),
@@ -65,6 +67,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "combine": lambda: reference.combine(outs, lses),
         "dense_attention": lambda: reference.dense_attention(q, k, v),
         "dense_attention_backward": lambda: reference.dense_attention_backward(dout, q, k, v, dense, dense_lse),
+        "dequantize_kv": lambda: reference.dequantize_kv(codes, codes, *rows),
         "gradient_rows": lambda: reference.gradient_rows(dout, out, lse),
         "index_gradients": lambda: reference.index_gradients(partial_dq, marks, partial_dk, narrow, none, idx_k),
         "index_kl": lambda: reference.index_kl(q, k, lse, idx_q, idx_k, ids, **size),

@@ -60,6 +60,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "combine": ("partial_out", "partial_lse"),
     "decode_score": ("idx_q", "idx_k"),
     "decode_topk": ("score", "topk"),
+    "dequantize_kv": ("k", "v"),
     "index_kl": ("q", "k", "lse", "idx_q", "idx_k", "block_indices"),
     "index_score": ("idx_q", "idx_k"),
     "msa_attention": ("q", "k", "v", "idx_q", "idx_k", "topk"),
@@ -75,6 +76,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
 def arguments_of(op: str, **sizes: int) -> dict[str, Any]:
     given = prefill(**sizes)
     further = {"num_kv_heads": KV_HEADS} if op in ("select_blocks", "topk_select", "decode_topk") else {}
+    if op == "dequantize_kv":
+        given |= {name: meta(*given[name].shape, dtype=torch.float8_e4m3fn) for name in "kv"}
+        further = {name: meta(dtype=torch.float32) for name in ("k_scale", "v_scale")}
     given["idx_q"].requires_grad_(op == "index_kl")  # gradients have a kernel of their own
     return {name: given[name] for name in NEEDED[op]} | further
 
@@ -123,6 +127,8 @@ def test_every_kernel_of_a_call_with_its_grid(op: str, backend: str) -> None:
         ("select_blocks", "select_blocks.cutedsl", (KV_HEADS * (4096 // 128 + 2), 1, 1)),
         ("sparse_attention", "sparse_attention.cutedsl", (H100, 1, 1)),
         ("sparse_attention", "shared_attention.cutedsl", (2 * H100, 1, 1)),
+        ("dequantize_kv", "dequantize_kv.cutedsl", (KV_HEADS * 4096 // 64, 1, 1)),
+        ("dequantize_kv", "dequantize_kv.tilelang", (KV_HEADS * 4096 // 64,)),
     ],
 )
 def test_grids_are_those_of_the_kernels(op: str, cell: str, grid: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the kernels that write rows into caches, run by the simulator and compared with the reference."""
+"""Calls of the kernels that write rows into caches or read them, simulated and compared with the reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from simulated_calls import Call
 
 from msa_tiles.call.caches import IndexRows, Rows
+from msa_tiles.launch import dequantize
 from msa_tiles.launch.caches import index_arguments, kv_arguments
 from msa_tiles.quant import FP8
 from msa_tiles.verify import caches
+from msa_tiles.verify.dequantize import DequantizeKV
 
 SCALED = ("q16kv8", "q8k8")  # precisions whose rows may have a scale each
 
@@ -58,11 +60,33 @@ def append_index_q16kmx4(call: Call, **dims: int) -> None:
     append_index(call, "q16kmx4", **dims)
 
 
-def _check(kind: type[caches.AppendKV], call: Call, precision: str, dims: dict[str, int]) -> Any:
+def dequantize_kv(call: Call, precision: str, **dims: int) -> None:
+    check = _check(DequantizeKV, call, precision, {"total_k": call.total_k, **dims})
+    into = check.buffers()
+    arguments = dequantize.arguments(check.whole, *(buffer.view for buffer in into))
+    call.run("dequantize_kv", dequantize.variant(check.whole), *arguments, precision=precision)
+    check.compare(check.taken(into))
+
+
+def dequantize_kv_q16kv8(call: Call, **dims: int) -> None:
+    dequantize_kv(call, "q16kv8", **dims)
+
+
+def dequantize_kv_q16kv4(call: Call, **dims: int) -> None:
+    dequantize_kv(call, "q16kv4", **dims)
+
+
+def dequantize_kv_q16kvmx4(call: Call, **dims: int) -> None:
+    dequantize_kv(call, "q16kvmx4", **dims)
+
+
+def _check(kind: Any, call: Call, precision: str, dims: dict[str, int]) -> Any:
     stored = FP8 if precision in SCALED else torch.bfloat16
     packed = "nvfp4" if precision.endswith("k4") or precision.endswith("kv4") else "mxfp4" if "mx4" in precision else ""
-    case = SimpleNamespace(dims={"total_q": call.total_q, **dims}, dtype=lambda role: stored, packed=packed)
-    return kind(case, call.source, call.strided, "reference")  # type: ignore[arg-type]
+    case = SimpleNamespace(
+        dims={"total_q": call.total_q, **dims}, dtype=lambda role: stored, packed=packed, workload=call
+    )
+    return kind(case, call.source, call.strided, "reference")
 
 
 def _variant(precision: str, dims: dict[str, int]) -> dict[str, int]:

@@ -913,6 +913,30 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             *((other, ({}, {})) for other in ("", "_q16k4", "_q16kmx4")),
         )
     },
+    **{
+        f"dequantize_kv_{precision}": {
+            "pages": (
+                {"sequences": [(0, 60), (1, 0), (3, 100)], "seed": 1, "strided": True},
+                {"head_dim": 128, "paged": 1, **scales[0], "page_size": 16, "num_kv_heads": 3},
+            ),
+            "flat": (
+                {"sequences": [(9, 133)], "seed": 2},
+                {"head_dim": 128, "paged": 0, **scales[1], "page_size": 16, "num_kv_heads": 2},
+            ),
+            "pages of 5": (
+                {"sequences": [(9, 33), (1, 5)], "seed": 3, "late": False},
+                {"head_dim": 64, "paged": 1, **scales[1], "page_size": 5, "num_kv_heads": 2},
+            ),
+            "flat, strided": (
+                {"sequences": [(9, 68)], "seed": 4, "strided": True},
+                {"head_dim": 64, "paged": 0, **scales[0], "page_size": 1, "num_kv_heads": 1},
+            ),
+        }
+        for precision, scales in (
+            ("q16kv8", ({"token_scales": 0}, {"token_scales": 1})),
+            *((other, ({"token_scales": 0},) * 2) for other in ("q16kv4", "q16kvmx4")),
+        )
+    },
     "combine": {
         "few splits": ({"sequences": FEW, "seed": 1}, {"head_dim": 64, "splits": 3, "heads": 5}),
         "many splits": (

@@ -10,6 +10,7 @@ from msa_tiles.bench.operators import (
     combine,
     decode,
     decode_parts,
+    dequantize,
     drafts,
     index_score,
     prefill,
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         drafts.BENCHMARK,
         *training.BENCHMARKS,
         *caches.BENCHMARKS,
+        dequantize.BENCHMARK,
         *batch_invariant.BENCHMARKS,
         *servers.BENCHMARKS,
     )

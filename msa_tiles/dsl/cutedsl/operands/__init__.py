@@ -82,6 +82,11 @@ Caches that rows are written into have modules `append_<format>`, which a row na
                             (msa_tiles.dsl.cutedsl.append_groups), or None; all threads of a warp call it
     write(values, scale, stored, page, head, place, lane)   those values, and what belongs beside the row
 
+Modules `dequantize_<format>` read such caches, and have of their `Cache` arguments and stored, too:
+    read(stored, page, head, place, lane)   the words of a lane's VECTOR columns, and the scale of the row or group
+    outer_of(stored, head)  what all rows of a head are multiplied with
+    decode(words, scale, outer)   four words of two bfloat16, in the order of columns
+
 What the docstring of `Left`, `Right` or `InRing` says behind its first paragraph, the kernel's says too: it speaks of K
 and V, S and P, and of the kernel's roles.
 

@@ -40,6 +40,13 @@ Caches that rows are written into have modules `append_<format>`, which a row na
   write(cache, stored, values, scale, page, head, place, column, packed)   macro: those values, and what belongs beside
                                 the row
 
+Modules `dequantize_<format>` read such caches, and have Cache, Stored and TENSORS, too:
+  WORDS                         of a lane's eight columns
+  find_outer(cache, stored, head, outer)   macro: what all rows of a head are multiplied with
+  read(cache, stored, page, head, place, column, step, words, scales)   macro: the words of a lane of row number `step`,
+                                and what the scale of the row or group is
+  decode(cache, step, words, scales, outer, packed)   macro: four words of two bfloat16, in the order of columns
+
 Rows that nobody may see hold anything, NaN included, until `clear_rows`. The scales of rows from `rows` on, of which a
 block has one or more, are not looked at, and a weight of 0 stays 0, whatever the scale that `weigh` multiplies it by.
 """
