@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from msa_tiles.names import check, unknown
 from msa_tiles.runtime import tuned
 from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.compiler import CompileError
-from msa_tiles.runtime.dispatch import Candidate, decide
-from msa_tiles.runtime.facts import CallFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.runtime.workers import most_workers
 from msa_tiles.spec.model import DSLS
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.dispatch import Candidate
 
 _SCHEDULED = ("build_schedule", "combine", "shared_attention", "sparse_attention", "split_selection")
 # Compile-time dims that a call does not name: they follow from its lengths, or from its other dims.
@@ -123,6 +123,12 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
 
 def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str) -> Iterator[Candidate]:
     """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries."""
+    # Here, because commands that list or compile kernels do without torch.
+    import torch
+
+    from msa_tiles.runtime.dispatch import decide
+    from msa_tiles.runtime.facts import CallFacts, target_facts
+
     device = target_facts(registry.targets[target])
     figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
     sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
@@ -142,6 +148,10 @@ def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int
 
     Raises ValueError for a call that no kernel serves, CompileError when one does not compile.
     """
+    import torch
+
+    from msa_tiles.runtime.facts import device_facts
+
     registry = default_registry()
     if target is None:
         target = device_facts(torch.device("cuda"), registry.targets.values()).target

@@ -122,7 +122,8 @@ def test_importing_does_not_load_what_it_does_not_need() -> None:
     dsls = {"tilelang", "tvm", "cutlass"}
     unwanted = {
         **dict.fromkeys(("msa_tiles", "msa_tiles.cli", "msa_tiles.spec", "msa_tiles.codegen"), HEAVY),
-        **dict.fromkeys(("msa_tiles.runtime", "msa_tiles.ops"), dsls | {"msa_tiles.compat", "matplotlib"}),
+        **dict.fromkeys(("msa_tiles.runtime", "msa_tiles.runtime.workers", "msa_tiles.runtime.parts"), HEAVY),
+        **dict.fromkeys(("msa_tiles.runtime.dispatch", "msa_tiles.ops"), dsls | {"msa_tiles.compat", "matplotlib"}),
         "msa_tiles.bench.charts": dsls | {"matplotlib"},
     }
     code = f"import importlib, sys\nfor name, unwanted in {unwanted!r}.items():"
