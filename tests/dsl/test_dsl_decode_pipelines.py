@@ -58,8 +58,8 @@ class Stages:
 class Blocks:
     """What brings a block: its number, into the stage, some time later."""
 
-    def __init__(self, chip: Chip) -> None:
-        self.chip = chip
+    def __init__(self, chip: Chip, block_size: int = DIMS["block_size"]) -> None:
+        self.chip, self.block_size = chip, block_size
         self.pages_per_block = self.box_rows = 0
 
     def boxes_of(self, stages: Stages, _count: int) -> Stages:
@@ -67,7 +67,7 @@ class Blocks:
 
     def copy(self, size: int, _rows: Any, row: int, _pages: Any, _head: int, box: Any, full: Pointer) -> None:
         def arrive() -> None:
-            box.stage.values[box.stage.number] = row // DIMS["block_size"]
+            box.stage.values[box.stage.number] = row // self.block_size
             self.chip.barriers[full.place].receive(size)
 
         if self.chip.elected():

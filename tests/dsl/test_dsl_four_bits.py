@@ -272,7 +272,7 @@ def test_a_block_of_values(
     assert valid < 4 or found[:, 3].isnan().any()
 
 
-def prepared(side: Any) -> Tensor:
+def prepared(side: Any, threads: int = THREADS) -> Tensor:
     """Which column of the queries `prepare` puts in each place."""
     for count in (8, 16):
         queries = torch.arange(count * side.head_dim, dtype=torch.int32).view(count, side.head_dim)
@@ -284,7 +284,7 @@ def prepared(side: Any) -> Tensor:
         laid[place] = queries
         shared = memory(laid, 16)
         right = lanes.Tensor(shared, 0, (count, side.head_dim), (side.head_dim, 1))
-        lanes.launch(lambda right=right: side.prepare(right, Int32(lanes.thread())), (), (1,), THREADS)
+        lanes.launch(lambda right=right: side.prepare(right, Int32(lanes.thread())), (), (1,), threads)
         moved = torch.tensor([int(x) for x in shared])[place]
         order = moved[0]
         assert sorted(order.tolist()) == list(range(side.head_dim))

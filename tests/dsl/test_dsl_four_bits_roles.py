@@ -1,4 +1,7 @@
-"""The roles of sparse_decode on keys and values of 4 bits at their barriers, as in test_dsl_decode_pipelines."""
+"""The roles of sparse_decode on keys and values of 4 bits at their barriers, as in test_dsl_decode_pipelines.
+
+A consumer warpgroup takes 64 tokens of every block: one of blocks of 64, two of blocks of 128.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ class Ring(Stages):
 class Packed(Decode):
     """A CTA whose consumers note the blocks that they decode."""
 
-    def __init__(self, table: Table, seed: int) -> None:
-        Chip.__init__(self, 1, 5, LANES, seed)
+    def __init__(self, table: Table, pieces: int, seed: int) -> None:
+        self.pieces, self.consumers = pieces, 4 * pieces
+        Chip.__init__(self, 1, self.consumers + 1, LANES, seed)
         self.read, self.table = defaultdict(list), table
         names, chip = names_of(self, self.note), self
 
@@ -41,7 +45,7 @@ class Packed(Decode):
 
             def __init__(self, name: str, table: Table, head_dim: int, block_size: int, _pages: int) -> None:
                 self.name, self.table, self.head_dim, self.block_size = name, table, head_dim, block_size
-                self.blocks, self.element = Blocks(chip), 2
+                self.blocks, self.element = Blocks(chip, block_size), 2
 
             def order_in(self, _scales: Any) -> dict[int, int]:
                 return {0: 4}
@@ -61,19 +65,28 @@ class Packed(Decode):
         parts = types.SimpleNamespace(Storage=Storage)
         shared = load(HELPERS / "decoded_left.py", **names)
         more = {"decoded_left": types.SimpleNamespace(**shared), "Held": shared["Held"], "packed": parts}
-        side = load(HELPERS / "packed_left.py", **names, **more, Stored=None)
+        more = {**more, "Stored": None, "byte_at": None}
+        packed_left = load(HELPERS / "packed_left.py", **names, **more)
+        side = load(
+            HELPERS / "packed_pieces.py",
+            **names,
+            **more,
+            packed_left=types.SimpleNamespace(**packed_left),
+            COLUMNS=packed_left["COLUMNS"],
+        )
         helpers = load(HELPERS / "shared.py", **names)
         module = load(KERNEL, **names, key_value=None, make_barriers=None, make_buffers=None)
         self.kernel = object.__new__(module["SparseDecode"])
         self.kernel.__dict__.update(
-            cta=table, columns=8, scored_blocks=0, pages_per_block=0, block_size=DIMS["block_size"], head_dim=0,
-            softmax=lambda *_what: self.kernel.meet(), emit=lambda *_what: None,
+            cta=table, columns=8, scored_blocks=0, pages_per_block=0, block_size=64 * pieces, head_dim=0, pieces=pieces,
+            softmax=lambda *what: self.kernel.meet(what[-2]), merge=lambda *_what: self.kernel.meet_all(),
+            emit=lambda *_what: None,
         )  # fmt: skip
         self.sides, self.stages = {}, {}
         for name in "kv":
-            left = side["Left"](name, table, 64, 64, 0, readers="consumer", transposed=name == "v")
+            left = side["Left"](name, table, 64, 64 * pieces, 0, readers="consumer", transposed=name == "v")
             left.prepare = lambda *_what: None
-            left.clear = lambda *_what: self.barrier(1, 4 * LANES)
+            left.clear_piece = lambda *what: self.barrier(1 + what[-1], 4 * LANES)
             left.take_keys = left.take_values = lambda _registers, raw, *_what: (
                 self.lane == 0 and self.note(raw, self.warp)
             )
@@ -89,36 +102,37 @@ class Packed(Decode):
             for name, side in self.sides.items()
         ]
         q_full = barriers + self.table.place("q_full")
-        nothing = types.SimpleNamespace(iterator=None, layout=None)
-        shared = self.module["Shared"](Anything(), *held, nothing, None, None, None, q_full)
+        shared = self.module["Shared"](Anything(), *held, Anything(), Anything(), None, None, None, q_full)
         ids = BLOCKS[self.lane] if self.lane < len(BLOCKS) else -1
-        share = self.module["Share"](0, 0, 0, len(BLOCKS), len(BLOCKS), None, ids, 0, LIMIT)
-        if self.warp < 4:
+        share = self.module["Share"](0, 0, 0, len(BLOCKS), len(BLOCKS), None, ids, 0, LIMIT * self.pieces)
+        if self.warp < self.consumers:
             self.kernel.consume(None, None, shared, share, 1.0, self.warp, None, None)
             return
         if self.elected():
             self.mbarrier_arrive_and_expect_tx(q_full, self.table.bytes_of("q"))
             self.later(object(), lambda: self.barriers[q_full.place].receive(1024))
-        stored = types.SimpleNamespace(atom=64 * 32, rows=None, scales=None)
+        stored = types.SimpleNamespace(atom=64 * self.pieces * 32, rows=None, scales=None)
         self.kernel.produce(stored, stored, None, [0], shared, share)
 
 
-def check(seed: int, change: Callable[[Table], Table] = lambda table: table) -> None:
+def check(seed: int, pieces: int, change: Callable[[Table], Table] = lambda table: table) -> None:
     table_of_variant = table_of(KERNEL.read_text())
     assert table_of_variant is not None
-    chip = Packed(change(table_of_variant(**DIMS)), seed)
+    chip = Packed(change(table_of_variant(**{**DIMS, "block_size": 64 * pieces})), pieces, seed)
     chip.run(chip.go)
     seen = [block for block in BLOCKS if 0 <= block <= LIMIT // 64]
-    assert chip.read == {(warp, name): seen for warp in range(4) for name in "kv"}
+    assert chip.read == {(warp, name): seen for warp in range(chip.consumers) for name in "kv"}
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.drawn(1)
-def test_every_consumer_reads_every_block_in_turn(seed: int) -> None:
-    check(seed)
+@pytest.mark.drawn(2)
+def test_every_consumer_reads_every_block_in_turn(seed: int, pieces: int) -> None:
+    check(seed, pieces)
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one warpgroup frees": ("k", {"free": (warps("chooser"), lane("producer"))}),
     "one arrival too many": ("k", {"free": (warps("consumer"), lane("producer"))}),
     "one arrival too few": ("v", {"free": (lane("consumer"),)}),
     "nobody waits for scales": ("k", {"full": (lane("producer"),)}),
@@ -133,4 +147,5 @@ def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
     pipeline, changes = FAULTS[fault]
     with pytest.raises((Deadlock, AssertionError)):
         for seed in range(3):
-            check(seed, lambda table: changed(table, pipeline, **changes))
+            pieces = 2 if fault == "one warpgroup frees" else 1
+            check(seed, pieces, lambda table: changed(table, pipeline, **changes))

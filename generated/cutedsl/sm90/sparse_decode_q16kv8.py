@@ -553,7 +553,8 @@ class SparseDecode:
     @cute.jit
     def softmax(
         self, S: cute.Tensor, factors, exact: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
-        scale: cute.Tensor, room: Int32, maxima: cute.Tensor, member: Int32, scale_log2: Float32,
+        scale: cute.Tensor, room: Int32, maxima: cute.Tensor, member: Int32,
+        scale_log2: Float32,
     ):  # fmt: skip
         """exact = exp2((S - row_max) * scale_log2), with maxima over all blocks up to this one.
 

@@ -28,6 +28,11 @@ products of few columns: K (block_size rows) or, transposed, V (head_dim rows).
             factors(held, stage, phase, first_row)   those of rows first_row + 64 m + 8 half, number 2 m + half, or None
                                     where no row has its own; before `take`
 
+With PIECES in its module a consumer warpgroup takes 64 tokens of every block, a piece: `readers` are all of them,
+`product` and `operand` are those of a piece, and
+  take(…, valid, thread, member, piece)   takes the number of the piece, and of it valid rows, thread and warp
+  column_of(member, lane, half, m)        says which column of values a row of an accumulator's m-th 64 is
+
 `Right(name, table, head_dim, block_size, pages_per_block, **scales)` is the right side of products of 64-row tiles,
 read by several warpgroups: K, or V by the name "v".
 right_parts(name, head_dim, block_size, *, producer, keeper, readers, inspected, **scales) are pipelines and buffers;
@@ -54,8 +59,8 @@ With SCORES in its module, as where keys are multiplied as they are stored, it m
 
 Formats that are decoded share what surrounds it (msa_tiles.dsl.cutedsl.decoded_left, decoded_right, and decoding for
 words). Beside them e4m3 has its storage and a file for each place (e4m3_storage, e4m3_left, e4m3_right, e4m3_ring);
-formats of 4 bits share theirs (packed, packed_left, packed_tile, packed_right, packed_ring), and a module here has the
-group, the scales, and what a code becomes.
+formats of 4 bits share theirs (packed, packed_left and packed_pieces, packed_tile, packed_right, packed_ring), and a
+module here has the group, the scales, and what a code becomes. nvfp4_pieces and mxfp4_pieces have left sides in pieces.
 
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries

@@ -10,6 +10,7 @@ With scored_blocks > 0 the ids are not given but chosen first, by the whole CTA,
 msa_tiles.dsl.cutedsl.threshold describes; every split of a row chooses the same, and the first one writes the ids.
 """
 
+# % set pieces = declared.key_value.get("PIECES")
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,7 +36,8 @@ from msa_tiles.dsl.table import WARP, Pipeline, Role, Table, buffer, declares, l
 
 OUTPUT = "bfloat16"  # <- precision.output
 STAGES = 3  # <- tile.stages
-WARPS = 4  # of the consumer warpgroup
+WARPS = 4  # of the consumer warpgroup  # % if not pieces
+WARPS = 4  # of a consumer warpgroup  # % if pieces
 CHOOSERS = 3  # warps
 LEAST_COLUMNS = 8  # of a product
 LIST = 64
@@ -80,14 +82,24 @@ def cta(head_dim, block_size, group, pages_per_block, scored_blocks, **scales):
         key_value.parts(name, head_dim, block_size, STAGES, producer="producer", readers="consumer", **scales)
         for name in "kv"
     )
+    # % if pieces
+    pieces = block_size // ROWS
+    all_warps = pieces * WARPS + 1 + CHOOSERS
+    # % endif
     choice = (
-        buffer("counts", "int32", warps=WARPS + 1 + CHOOSERS, sums=2, turns=2),
-        buffer("candidates", "int32", threads=WARP * (WARPS + 1 + CHOOSERS), id_and_key=2),
+        buffer("counts", "int32", warps=WARPS + 1 + CHOOSERS, sums=2, turns=2),  # % if not pieces
+        buffer("candidates", "int32", threads=WARP * (WARPS + 1 + CHOOSERS), id_and_key=2),  # % if not pieces
+        buffer("counts", "int32", warps=all_warps, sums=2, turns=2),  # % if pieces
+        buffer("candidates", "int32", threads=WARP * all_warps, id_and_key=2),  # % if pieces
         buffer("list", "int32", ids=LIST, note="the chosen blocks"),
     )
     return Table(
         roles=(
+            # % if pieces
+            Role("consumer", pieces * WARPS, "S^T = K Q^T, softmax, O^T += V^T P^T of 64 keys of a block a warpgroup"),
+            # % else
             Role("consumer", WARPS, "S^T = K Q^T, softmax, O^T += V^T P^T, one block after the other"),
+            # % endif
             Role("producer", 1, "loads Q once, then K and V of one block a stage; its lanes look up ids and pages"),
             Role("chooser", CHOOSERS, "with scores, helps to choose the ids and writes them; else idle"),
         ),
@@ -103,12 +115,28 @@ def cta(head_dim, block_size, group, pages_per_block, scored_blocks, **scales):
                 "queries", key_value.multiplied("k", **scales), align=1024,
                 note="laid out as msa_tiles.dsl.cutedsl.gather says", columns=columns, head_dim=head_dim,
             ),
+            # % if pieces
+            buffer(
+                "weights", key_value.multiplied("v", **scales), align=1024, note="P, swizzled, of 64 keys",
+                columns=columns, keys=ROWS, pieces=pieces,
+            ),
+            buffer(
+                "maxima", "float32", note="of each consumer warp's rows", warps=WARPS, columns=columns, pieces=pieces,
+            ),
+            buffer("sums", "float32", note="likewise, of the first piece", warps=WARPS, columns=columns),
+            buffer(
+                "others", "float32", note="maxima, sums and O of the pieces behind the first, a row for each thread",
+                threads=WARP * WARPS, values=columns // 2 + head_dim * columns // (WARP * WARPS),
+                pieces=max(pieces - 1, 1),
+            ),
+            # % else
             buffer(
                 "weights", key_value.multiplied("v", **scales), align=1024, note="P, swizzled, in panels of 64 keys",
                 columns=columns, block_size=block_size,
             ),
             buffer("maxima", "float32", warps=WARPS, columns=columns, note="of each consumer warp's rows"),
             buffer("sums", "float32", warps=WARPS, columns=columns, note="likewise"),
+            # % endif
             *(choice if scored_blocks else ()),
         ),
     )  # fmt: skip
@@ -123,6 +151,7 @@ class Shared(NamedTuple):
     weights: Any
     maxima: Any
     sums: Any
+    others: Any  # % if pieces
     best: Any
     q_full: Any
 
@@ -145,6 +174,9 @@ class SparseDecode:
     """
     # <- cta
 
+    # % if pieces
+    A consumer warpgroup takes 64 keys of every block, with maxima and sums of its own: they are merged at the end.
+    # % endif
     A warp holds 16 of every 64 rows, that is keys, of S^T: the maxima of a column go through shared memory, the sums
     only at the end. Two barriers a block: maxima written, and P written, which also parts the readers of the maxima
     from the writers of the next ones. Columns past the group hold stale data; no column depends on another, and theirs
@@ -167,6 +199,7 @@ class SparseDecode:
         self.group = group
         self.pages_per_block = pages_per_block
         self.scored_blocks = scored_blocks
+        self.pieces = block_size // ROWS  # % if pieces
         self.rows = Rows(self.keys.element, head_dim, group)
         self.columns = self.rows.rows_per_token
 
@@ -279,7 +312,8 @@ class SparseDecode:
             row = threshold.Row(score, head * heads, heads, token)
             valid = cutlass.min((limit + self.block_size) // self.block_size, Int32(score.shape[2]))
             wanted = cutlass.min(topk, valid)
-            read = cute.make_rmem_tensor(self.scored_blocks // self.cta.threads, Float32)
+            read = cute.make_rmem_tensor(self.scored_blocks // self.cta.threads, Float32)  # % if not pieces
+            read = cute.make_rmem_tensor(-(-self.scored_blocks // self.cta.threads), Float32)  # % if pieces
             read.fill(Float32.nan)
             threshold.read_scores(row, valid, read, self.cta.threads)
             keys = threshold.keys_of(read, valid, init_blocks, local_blocks, self.cta.threads)
@@ -306,10 +340,15 @@ class SparseDecode:
         )
         layouts = {
             "queries": cute.tile_to_shape(atom, (self.columns, self.head_dim, 1), order=(1, 0, 2)),
+            # % if not pieces
             "weights": cute.tile_to_shape(of_weights, (self.columns, self.block_size, 1), order=(0, 1, 2)),
+            # % endif
             **self.keys.layouts(),
             **self.values.layouts(),
         }
+        # % if pieces
+        layouts["weights"] = cute.tile_to_shape(of_weights, (self.columns, ROWS, self.pieces), order=(0, 1, 2))
+        # % endif
         found = make_buffers(self.cta, memory, layouts)
         barriers = make_barriers(self.cta, memory, atoms)
         best = None
@@ -317,7 +356,8 @@ class SparseDecode:
             best = threshold.Best(found["counts"], found["candidates"], found["list"])
         return Shared(
             found["queries"], self.keys.held(found, barriers), self.values.held(found, barriers), found["weights"],
-            found["maxima"], found["sums"], best, barriers + self.cta.place("q_full"),
+            found["maxima"], found["sums"], best, barriers + self.cta.place("q_full"),  # % if not pieces
+            found["maxima"], found["sums"], found["others"], best, barriers + self.cta.place("q_full"),  # % if pieces
         )  # fmt: skip
 
     @cute.jit
@@ -391,13 +431,20 @@ class SparseDecode:
         lse: cute.Tensor,
     ):  # fmt: skip
         """A consumer warp, of rows 16 member to 16 member + 15 of every 64."""
+        # % if pieces
+        all_threads, _, _ = cute.arch.thread_idx()
+        thread = all_threads % (WARP * WARPS)
+        piece, member = member // WARPS, member % WARPS
+        # % else
         thread, _, _ = cute.arch.thread_idx()
+        # % endif
         lane = cute.arch.lane_idx()
         score, weigh = self.keys.product(self.columns), self.values.product(self.columns)
         keys = self.keys.operand(score, shared.keys)
         queries = wgmma.operand_b(score, shared.queries)[None, None, None, 0]
         values = self.values.operand(weigh, shared.values)
-        weights = wgmma.operand_b(weigh, shared.weights)[None, None, None, 0]
+        weights = wgmma.operand_b(weigh, shared.weights)[None, None, None, 0]  # % if not pieces
+        weights = wgmma.operand_b(weigh, shared.weights)[None, None, None, piece]  # % if pieces
         S = self.keys.accumulator(score, self.columns)
         part = self.values.accumulator(weigh, self.columns)
         scale_log2 = self.keys.fold(scale_log2, k, share.head)
@@ -412,39 +459,59 @@ class SparseDecode:
         row_sum.fill(0.0)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, self.columns // 4), self.values.element)
         staging = cute.make_tiled_copy_C(stmatrix, score[0]).get_slice(thread)
+        # % if pieces
+        of_piece = shared.weights[None, None, piece]
+        by_key = cute.make_tensor(of_piece.iterator, cute.select(of_piece.layout, mode=[1, 0]))
+        maxima = shared.maxima[None, None, piece]
+        # % else
         by_key = cute.make_tensor(shared.weights.iterator, cute.select(shared.weights.layout, mode=[1, 0]))
+        # % endif
         staged = staging.partition_D(by_key)
         first_row = self.keys.row_of(member, lane, 0)
         stage = Int32(0)
         phase = Int32(0)
         cute.arch.mbarrier_wait(shared.q_full, 0)
-        self.keys.prepare(shared.queries, thread)
+        self.keys.prepare(shared.queries, thread)  # % if not pieces
+        self.keys.prepare(shared.queries, all_threads)  # % if pieces
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
             blocks, left = self.blocks_of_lanes(shared, share, first)
             while left != 0:
                 first_key = cute.arch.shuffle_sync(blocks, first_bit(left)) * self.block_size
                 left = left & (left - 1)
+                first_key = first_key + ROWS * piece  # % if pieces
                 of_keys = self.keys.factors(shared.keys, stage, phase, first_row)
-                tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)
+                tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)  # % if not pieces
+                tile = self.keys.take(keys, shared.keys, stage, phase, None, thread, member, piece)  # % if pieces
                 self.keys.multiply(score, S, tile, queries)
                 of_values = self.values.factors(shared.values, stage, phase, first_row)
                 # Hidden values weigh 0, which NaN and infinity would not be worth.
                 valid = share.limit + 1 - first_key
+                # % if pieces
+                tile = self.values.take(values, shared.values, stage, phase, valid, thread, member, piece)
+                # % else
                 if cutlass.const_expr(self.values.ahead):
                     tile = self.values.take(values, shared.values, stage, phase, valid, thread)
+                # % endif
                 warpgroup.wait_group(0)
                 self.keys.release(shared.keys, stage)
                 exact = cute.make_rmem_tensor(S.layout, Float32)
                 room = share.limit - first_key - first_row
                 factors = of_keys, of_values
+                # % if pieces
+                self.softmax(S, factors, exact, row_max, row_sum, scale, room, maxima, member, piece, scale_log2)
+                # % else
                 self.softmax(S, factors, exact, row_max, row_sum, scale, room, shared.maxima, member, scale_log2)
+                # % endif
                 rounded = cute.make_rmem_tensor(S.layout, self.values.element)
                 rounded.store(exact.load().to(self.values.element))
                 cute.copy(stmatrix, staging.retile(rounded), staged)
+                # % if not pieces
                 if cutlass.const_expr(not self.values.ahead):
                     tile = self.values.take(values, shared.values, stage, phase, valid, thread)
+                # % endif
                 cute.arch.fence_view_async_shared()
-                self.meet()
+                self.meet()  # % if not pieces
+                self.meet(piece)  # % if pieces
                 self.values.multiply(weigh, part, tile, weights)
                 warpgroup.wait_group(0)
                 self.values.release(shared.values, stage)
@@ -455,20 +522,41 @@ class SparseDecode:
                                 place = self.place(c, half, j, m)
                                 O[place] = O[place] * scale[c, j] + part[place]
                 stage, phase = following(stage, phase, STAGES)
+        # % if pieces
+        if cutlass.const_expr(self.pieces > 1):
+            self.merge(shared, O, row_max, row_sum, scale_log2, piece, thread)
+        if piece == 0:
+            self.emit(v, shared, share, O, row_max, row_sum, scale_log2, member, out, lse)
+        # % else
         self.emit(v, shared, share, O, row_max, row_sum, scale_log2, member, out, lse)
+        # % endif
 
     def place(self, c, half, j, m):
         """Where an accumulator has column 2 (lane % 4) + c + 8 j of the row 64 m + 16 warp + lane // 4 + 8 half."""
         return c + 2 * half + 4 * j + self.columns // 2 * m
 
+    # % if pieces
+    def meet(self, piece):
+        """Until the consumers of a piece are here."""
+        threads = self.cta.threads_of("consumer")
+        cute.arch.barrier(barrier_id=1 + piece, number_of_threads=threads // self.pieces)
+
+    def meet_all(self):
+        """Until all consumers are here."""
+        cute.arch.barrier(barrier_id=1 + self.pieces, number_of_threads=self.cta.threads_of("consumer"))
+
+    # % else
     def meet(self):
         """Until all consumers are here."""
         cute.arch.barrier(barrier_id=1, number_of_threads=self.cta.threads_of("consumer"))
 
+    # % endif
     @cute.jit
     def softmax(
         self, S: cute.Tensor, factors, exact: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
-        scale: cute.Tensor, room: Int32, maxima: cute.Tensor, member: Int32, scale_log2: Float32,
+        scale: cute.Tensor, room: Int32, maxima: cute.Tensor, member: Int32,
+        piece: Int32,  # % if pieces
+        scale_log2: Float32,
     ):  # fmt: skip
         """exact = exp2((S - row_max) * scale_log2), with maxima over all blocks up to this one.
 
@@ -477,7 +565,8 @@ class SparseDecode:
         of the lane's own rows; `scale` is what earlier sums and products are worth now.
         """
         lane = cute.arch.lane_idx()
-        tiles = self.block_size // ROWS
+        tiles = self.block_size // ROWS  # % if not pieces
+        tiles = 1  # % if pieces
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
                 largest = -Float32.inf
@@ -490,7 +579,8 @@ class SparseDecode:
                     largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << level))
                 if lane < 4:
                     maxima[member, 8 * j + 2 * lane + c] = largest
-        self.meet()
+        self.meet()  # % if not pieces
+        self.meet(piece)  # % if pieces
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
                 of_warps = maxima[None, 8 * j + 2 * (lane % 4) + c].load()
@@ -515,6 +605,38 @@ class SparseDecode:
         """Times the factor of row 64 m + 8 half of a lane, if rows have any."""
         return value if factors is None else value * factors[2 * m + half]
 
+    # % if pieces
+    @cute.jit
+    def merge(
+        self, shared: Shared, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32,
+        piece: Int32, thread: Int32,
+    ):  # fmt: skip
+        """The first piece's maxima, sums and O take up those of the others, which leave them in shared memory."""
+        if piece > 0:
+            for i in cutlass.range_constexpr(cute.size(row_max)):
+                shared.others[thread, 2 * i, piece - 1] = row_max[i]
+                shared.others[thread, 2 * i + 1, piece - 1] = row_sum[i]
+            for i in cutlass.range_constexpr(cute.size(O)):
+                shared.others[thread, 2 * cute.size(row_max) + i, piece - 1] = O[i]
+        self.meet_all()
+        if piece == 0:
+            for p in cutlass.range_constexpr(self.pieces - 1):
+                for j in cutlass.range_constexpr(self.columns // 8):
+                    for c in cutlass.range_constexpr(2):
+                        number = 2 * (2 * j + c)
+                        other_max = shared.others[thread, number, p]
+                        largest = cute.arch.fmax(row_max[c, j], other_max)
+                        own = cute.math.exp2((row_max[c, j] - largest) * scale_log2, fastmath=True)
+                        other = cute.math.exp2((other_max - largest) * scale_log2, fastmath=True)
+                        row_max[c, j] = largest
+                        row_sum[c, j] = row_sum[c, j] * own + shared.others[thread, number + 1, p] * other
+                        for m in cutlass.range_constexpr(self.head_dim // ROWS):
+                            for half in cutlass.range_constexpr(2):
+                                place = self.place(c, half, j, m)
+                                its = shared.others[thread, 2 * cute.size(row_max) + place, p]
+                                O[place] = O[place] * own + its * other
+
+    # % endif
     @cute.jit
     def emit(
         self, v: tuple, shared: Shared, share: Share, O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
@@ -529,7 +651,8 @@ class SparseDecode:
                     total = total + cute.arch.shuffle_sync_bfly(total, 1 << level)
                 if lane < 4:
                     shared.sums[member, 8 * j + 2 * lane + c] = total
-        self.meet()
+        self.meet()  # % if not pieces
+        self.meet(0)  # % if pieces
         for j in cutlass.range_constexpr(self.columns // 8):
             for c in cutlass.range_constexpr(2):
                 column = 8 * j + 2 * (lane % 4) + c
@@ -546,7 +669,8 @@ class SparseDecode:
                     row = out[share.head * self.group + column, None]
                     for m in cutlass.range_constexpr(self.head_dim // ROWS):
                         for half in cutlass.range_constexpr(2):
-                            place = m * ROWS + self.values.row_of(member, lane, half)
+                            place = m * ROWS + self.values.row_of(member, lane, half)  # % if not pieces
+                            place = self.values.column_of(member, lane, half, m)  # % if pieces
                             row[place] = (O[self.place(c, half, j, m)] * inverse).to(ELEMENTS[OUTPUT])
                     if (member == 0) & (lane < 4):
                         lse[share.head * self.group + column] = log
