@@ -14,11 +14,12 @@ import pytest
 import test_dsl_four_bits as whole
 import torch
 from lanes import Float32, Int32, Memory, Pointer
+from test_dsl_e4m3 import halves
 from test_dsl_four_bits import DTYPES, LACKING, THREADS, drawn, each_format, exact, left_side, memory, same, swizzled
 from torch import Tensor
 
 from msa_tiles.paths import generated_dir
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.quant import QuantizedTensor, rounding
 
 PIECE = 64
 formats = whole.formats
@@ -35,6 +36,36 @@ def side_of(module: types.ModuleType, name: str, transposed: bool, block: int, d
     side.pieces, side.readers = block // PIECE, THREADS * (block // PIECE)
     side.rows, side.depth = (dim, PIECE) if transposed else (PIECE, dim)
     return side
+
+
+def test_every_pair_of_codes(formats: dict[str, types.ModuleType]) -> None:
+    """In every place of a word, beside other codes."""
+    words = lanes.helper("e2m1_words")
+    values = rounding.e2m1_values(torch.arange(16, dtype=torch.uint8)).double()
+    generator = torch.Generator().manual_seed(4)
+    drawn_codes = torch.randint(0, 16, (200, 8), generator=generator)
+    each = torch.stack([(torch.arange(8) * k + c) % 16 for c in range(16) for k in range(3)])
+    for codes in torch.cat((drawn_codes, each)):
+        word = Int32(sum(int(code) << 4 * i for i, code in enumerate(codes)))
+        for pairs, dtype, lacking in (
+            (words.pairs_f16(word), torch.float16, 14),
+            (words.pairs_bf16(word), torch.bfloat16, 126),
+        ):
+            assert len(pairs) == 4
+            for i, pair in enumerate(pairs):
+                found = halves(pair, dtype)
+                wanted = exact(values[codes[[i, i + 4]]], lacking)
+                same(found, wanted)
+                assert torch.equal(found.signbit(), codes[[i, i + 4]] > 7)
+
+
+def test_every_pair_of_e8m0(formats: dict[str, types.ModuleType]) -> None:
+    words, e2m1 = lanes.helper("e2m1_words"), lanes.helper("e2m1")
+    for first in range(256):
+        for second in {0, 1, 127, 254, 255, first, first * 7 % 256}:
+            found = words.e8m0_pair(Int32(first), Int32(second))
+            wanted = e2m1.e8m0_bits(Int32(first)) | e2m1.e8m0_bits(Int32(second)) << 16
+            assert int(found) == int(wanted), (first, second)
 
 
 def taken(side: Any, module: types.ModuleType, given: QuantizedTensor, valid: int | None, piece: int) -> dict[int, Any]:

@@ -10,7 +10,12 @@ from cutlass import Int32
 
 from msa_tiles.dsl.cutedsl import packed_left
 from msa_tiles.dsl.cutedsl.decoded_left import Held
+from msa_tiles.dsl.cutedsl.packed import byte_at
+from msa_tiles.dsl.cutedsl.packed_left import COLUMNS
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
+from msa_tiles.dsl.table import WARP
+
+WARPS = 4  # that read a piece
 
 
 class Left(packed_left.Left):
@@ -61,6 +66,42 @@ class Left(packed_left.Left):
             cute.make_tensor(place, cute.make_layout(1))[0] = cutlass.Uint8(0)
         cute.arch.barrier(barrier_id=1 + piece, number_of_threads=self.threads)
 
+    @cute.jit
+    def take_keys(self, registers: cute.Tensor, raw: cute.Pointer, scales: cute.Pointer, member: Int32, lane: Int32):
+        """A lane has eight columns of two tokens, of every chunk."""
+        first = 16 * member
+        factors = [self.key_factors(scales, first + lane // 4 + 8 * i, lane) for i in range(2)]
+        for step in cutlass.range_constexpr(self.depth // (2 * COLUMNS)):
+            four = self.matrices(raw, first + lane % 16, 2 * step + lane // 16)
+            for number in cutlass.range_constexpr(4):
+                i, chunk = number % 2, 2 * step + number // 2
+                for code, pair in enumerate(self.key_pairs(four[number], factors[i][chunk])):
+                    registers[None, 0, 2 * chunk + code // 2][i + 2 * (code % 2)] = pair
+
+    @cute.jit
+    def take_values(
+        self, registers: cute.Tensor, raw: cute.Pointer, scales: cute.Pointer, order: Int32, member: Int32, lane: Int32
+    ):
+        """A warp has a chunk of columns, and a lane all four codes of two tokens: see `column_of`.
+
+        Where there are fewer chunks than warps, it has half of one, as packed_left has it.
+        """
+        if cutlass.const_expr(self.head_dim == WARPS * COLUMNS):
+            of_group = (COLUMNS * member + 4 * (lane // 4)) // self.group
+            of_lane = scales + self.scale_of(2 * (lane % 4), of_group, order)
+            for step in cutlass.range_constexpr(self.depth // WARP):
+                four = self.matrices(raw, WARP * step + lane, member)
+                for number in cutlass.range_constexpr(4):
+                    token = of_lane + (WARP * step + 8 * number) * self.groups
+                    factor = self.value_factor(byte_at(token) & 255, byte_at(token + order) & 255)
+                    for code, pair in enumerate(self.value_pairs(four[number], factor)):
+                        target = registers[None, code // 2, 2 * step + number // 2]
+                        target[2 * (number % 2) + code % 2] = pair
+        else:
+            packed_left.Left.take_values(self, registers, raw, scales, order, member, lane)
+
     def column_of(self, member, lane, half, m):
         """Which column of values a lane of warp `member` has in this half of an accumulator, of the m-th 64 rows."""
+        if self.head_dim == WARPS * COLUMNS:
+            return COLUMNS * member + 4 * (lane // 4) + 2 * m + half
         return ROWS * m + self.row_of(member, lane, half)
