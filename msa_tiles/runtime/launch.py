@@ -6,6 +6,9 @@ and does not set it back, which is why a call from another current device is gua
 
 Kernels of every DSL are shared libraries with a TVM-FFI function. They name no library of their own, so the runtime of
 their DSL is made visible before; neither DSL is imported for that. Kernels of a pack bring a runtime of their own.
+
+A library loads its device code at its first launch, into variables of its own that no lock of the DSLs guards: first
+launches therefore go one at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +32,7 @@ from msa_tiles.runtime.registry import Cell
 class Kernel:
     """A compiled kernel on one device. Call it with the positional arguments of its generated file."""
 
-    __slots__ = ("_function", "_index", "cell", "entry", "variant")
+    __slots__ = ("_function", "_index", "_loaded", "cell", "entry", "variant")
 
     def __init__(
         self, cell: Cell, variant: Mapping[str, int], entry: Entry | Packed | Pending, device: torch.device
@@ -37,7 +41,8 @@ class Kernel:
         self.variant = variant
         self.entry = entry
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._function = self._first_launch if isinstance(entry, Pending) else load_function(entry)
+        self._loaded = None if isinstance(entry, Pending) else load_function(entry)
+        self._function = self._first_launch
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of the kernel's device, without synchronising."""
@@ -48,15 +53,27 @@ class Kernel:
                 self._function(*args)
 
     def _first_launch(self, *args: Any) -> None:
-        """Launch what was still being compiled when it was found."""
+        """Launch what no thread has launched, and what may still have been compiled when it was found."""
         entry = self.entry
         if isinstance(entry, Pending):  # threads may come here at the same time
             self.entry = entry = entry.wait()
-        self._function = load_function(entry)
-        self._function(*args)
+        with _first:
+            function = self._loaded or load_function(entry)
+            function(*args)
+        self._function = function
 
     def __repr__(self) -> str:
         return f"Kernel({self.cell.id}, {dict(self.variant)}, cuda:{self._index})"
+
+
+def _fresh() -> None:
+    """In a child of a fork, where nobody holds the lock that a thread of the parent may have held."""
+    global _first
+    _first = threading.Lock()
+
+
+_first = threading.Lock()
+os.register_at_fork(after_in_child=_fresh)
 
 
 def load_function(entry: Entry | Packed) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -44,6 +47,44 @@ def test_a_kernel_runs_with_its_own_device_current(
     assert calls == [(("x", "y", 2.0), 1)]
     assert devices.entered == entered
     assert devices.current == current
+
+
+def test_first_launches_of_threads_go_one_at_a_time(cell: Cell, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one library through several kernels, and of one kernel; later launches wait for nobody."""
+    devices = FakeDevices(1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices.current)
+    inside, most, errors = [0], [0], []
+    together = threading.Barrier(8)
+
+    def function(*_args: object) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.005)
+        inside[0] -= 1
+
+    monkeypatch.setattr(launch, "load_function", lambda _entry: function)
+    shared = Kernel(cell, cell.ci[0], entry, torch.device("cuda", 1))
+
+    def call(kernel: Kernel) -> None:
+        together.wait(10)
+        try:
+            kernel("x")
+        except BaseException as error:
+            errors.append(error)
+
+    def run(kernels: list[Kernel]) -> int:
+        most[0] = 0
+        threads = [threading.Thread(target=call, args=(kernel,)) for kernel in kernels]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return most[0]
+
+    others = [Kernel(cell, cell.ci[0], entry, torch.device("cuda", 1)) for _ in range(4)]
+    assert run([shared] * 4 + others) == 1
+    assert run([shared] * 8) > 1
+    assert not errors
 
 
 @pytest.fixture(scope="module", params=["tilelang", "cutedsl"])
