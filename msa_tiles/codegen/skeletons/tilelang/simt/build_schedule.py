@@ -82,7 +82,7 @@ def build_schedule(block_size: int):
             ids[ahead] = -1
             if first + ahead * apart < last_query and slot < topk:
                 # Unsigned: a row times a stride of 64 bits is one multiplication then, and three with a sign.
-                ids[ahead] = block_indices[head, T.cast(first + ahead * apart, "uint32"), slot]
+                ids[ahead] = block_indices[T.cast(head, "uint32"), T.cast(first + ahead * apart, "uint32"), slot]
 
     @T.macro
     def stand(cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, request, standing):

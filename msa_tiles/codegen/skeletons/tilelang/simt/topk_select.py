@@ -121,7 +121,9 @@ def topk_select(topk: int):
             while token < end:
                 valid = T.shfl_sync(counted[0], 0)
                 counted[0] = T.shfl_down(counted[0], 1)
-                row = Row(score, head * heads, heads, token, valid, init_blocks, local_blocks)
+                # Unsigned: with a sign, what is multiplied by a stride of 64 bits takes three products instead of one.
+                first_head = T.cast(head * heads, "uint32")
+                row = Row(score, first_head, heads, T.cast(token, "uint32"), valid, init_blocks, local_blocks)
                 select_topk(row, lists, k, lane, kept)
                 for s in T.unroll((topk + WARP - 1) // WARP):
                     if WARP * s + lane < k:
@@ -131,7 +133,7 @@ def topk_select(topk: int):
                             block = ids[warp, WARP * s + lane]
                             if order != 0:
                                 rank(lists, kept[0], WARP * s + lane, order, place)
-                        out[head, token, place[0]] = block
+                        out[head, T.cast(token, "uint32"), place[0]] = block
                 T.sync_warp()
                 token = token + 1
 
