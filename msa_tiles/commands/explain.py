@@ -43,7 +43,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="cuda, cuda:1, a target such as sm90, or a card such as H100 (default: the GPU here, else the target with "
         "most kernels)",
     )
-    parser.add_argument("--precision", default="bf16", help="precision of the call, or its group (default bf16)")
+    parser.add_argument(
+        "--precision", help="precision of the call, or its group (default bf16, or the first that the operator has)"
+    )
     add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
     add_names(parser, "--feature", "NAME,…", "what the call needs, such as paged")
     parser.add_argument(
@@ -79,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     if not ops:
         whole = (op for op in PARTS if any(map(registry.of, parts_of(op))))
         raise ValueError(unknown("operator", args.op, sorted({*whole, *(cell.op for cell in registry.cells), DENSE})))
+    if args.precision is None:
+        own = [cell.precision for cell in registry.of(args.op)]
+        args.precision = own[0] if own and "bf16" not in own else "bf16"
     known = known_names(registry)
     check("--precision", [args.precision], known["precision"])
     reading = [cell for op in ops for cell in registry.of(op) if cell.reads]

@@ -34,7 +34,7 @@ def call_of(
     d = {**DEFAULTS, **dims}
     heads, kv_heads, block = d["group"] * d["num_kv_heads"], d["num_kv_heads"], d["block_size"]
     index_heads, index_dim = kv_heads * d.get("heads_per_group", 1), d.get("index_dim", d["head_dim"])
-    total, pages = queries * requests, d.get("pages_per_block", 0)
+    total, pages = queries * requests, d.get("pages_per_block", d.get("paged", 0))
     page = block // max(pages, 1)
     max_pages = -(-keys // page)
     rows: tuple[int, ...] = (requests * max_pages, kv_heads, page) if pages else (requests * keys, kv_heads)

@@ -8,6 +8,8 @@ Hybrid attention takes the blocks that neighbouring queries share out of the sch
 combine, shared_attention attends to them and merges the rest with them. The rest of a query stands in its first slots.
 Where that pays, it takes some KV heads at a time, so that the workspace holds longer windows: a window reads each of
 its blocks once for all its queries.
+
+Quantised keys and values may become bfloat16 first (`msa_tiles.launch.copied`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from msa_tiles.call import backends, validate
 from msa_tiles.call.attention import Attention, AttentionCall, CombineCall
 from msa_tiles.call.schedule import WindowSchedule
 from msa_tiles.call.where import Where
-from msa_tiles.launch import lookup, operands, places, schedules, windows, workspaces
+from msa_tiles.launch import copied, lookup, operands, places, schedules, windows, workspaces
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
 from msa_tiles.runtime.facts import multiprocessors
@@ -36,6 +38,9 @@ LOG2_E = math.log2(math.e)
 # least, should its queries select so many: each spares partial results and costs products in vain.
 HYBRID = True
 FILL = 0
+# Whether calls on quantised keys and values attend to a copy of them in bfloat16 where one fits the workspace: None
+# where it pays (see `msa_tiles.launch.copied`).
+COPY: bool | None = None
 # Rows of a tile, and the least that a query takes.
 TILE_ROWS = 64
 LEAST_ROWS = 8
@@ -171,7 +176,7 @@ class Hybrid(Launch):
             self.merger(q, *keys, at.page_table, *merged, self.scale_log2, index, windows.CTAS_PER_SM * self.num_sms)
 
 
-def prepare(call: AttentionCall, out: Tensor) -> Launch | None:
+def prepare(call: AttentionCall, out: Tensor) -> Launch | copied.Copied | None:
     """What runs the kernels of a call of sparse_attention into ``out`` [T, Hq, D], of a unit last stride.
 
     None where kernels have nothing to do: on the reference, and where a size is 0, though a kernel must be there for
@@ -183,7 +188,19 @@ def prepare(call: AttentionCall, out: Tensor) -> Launch | None:
     if operands.is_empty(call.operands):
         lookup.find_kernel(facts, call.backend)
         return None
-    return find(facts, call, out)
+    return _find_copied(facts, call, out) or find(facts, call, out)
+
+
+def _find_copied(facts: CallFacts, call: AttentionCall, out: Tensor) -> copied.Copied | None:
+    """What attends to a copy of quantised keys and values, where the call is served so."""
+    made = copied.copied_call(call, COPY)
+    if made is None:
+        return None
+    behind, columns = made
+    wide = operands.facts("sparse_attention", behind)
+    if not copied.is_made(call, facts, columns, COPY) or not lookup.serves(wide, call.backend):
+        return None
+    return copied.Copied(copied.maker_of(call, facts, columns), columns, find(wide, behind, out))
 
 
 def run(call: AttentionCall, out: Tensor, lse: Tensor, workspace: Tensor | None = None) -> None:

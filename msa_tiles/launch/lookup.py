@@ -116,9 +116,23 @@ def part_kernel(
     return runtime.find_kernel(op, part, backend=backend, helper=op != facts.op)
 
 
-def part_serves(facts: CallFacts, backend: str, op: str, variant: Mapping[str, int], features: frozenset[str]) -> bool:
-    """Whether there is one."""
-    return runtime.serves(op, part_facts(facts, op, variant, features), backend=backend, helper=True)
+def part_serves(
+    facts: CallFacts,
+    backend: str,
+    op: str,
+    variant: Mapping[str, int],
+    features: frozenset[str],
+    *,
+    verified: bool = False,
+) -> bool:
+    """Whether there is one, and with ``verified`` one that has run on its GPU."""
+    part = part_facts(facts, op, variant, features)
+    return runtime.serves(op, part, backend=backend, helper=True, verified=verified)
+
+
+def serves(facts: CallFacts, backend: str) -> bool:
+    """Whether `find_kernel` finds one."""
+    return runtime.serves(facts.op, facts, backend=backend)
 
 
 def pages_per_block(where: Where, keys: Tensor, block_size: int) -> int:

@@ -13,7 +13,7 @@ from msa_tiles.call import formats, scales
 from msa_tiles.call.attention import Attention, AttentionCall, Gradients
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
-from msa_tiles.launch import attention, shards
+from msa_tiles.launch import attention, copied, shards
 from msa_tiles.library import autograd, registration, remember
 from msa_tiles.ops.sparse_attention_backward import gradients
 from msa_tiles.quant import QuantizedTensor
@@ -62,8 +62,12 @@ def sparse_attention(
     ``q_scale`` [], [Hq] or [T, Hq]; out is then bfloat16. Or both are `QuantizedTensor` of format "nvfp4" or "mxfp4",
     with scales in linear layout, or on pages in interleaved layout, too; a NaN in a visible group makes its row NaN.
 
+    Long prefills over quantised keys and values attend to a copy of them in bfloat16, which `dequantize_kv` makes:
+    scales are then multiplied in before that rounding. Shapes decide, and ``max_seqlen_k`` of pages; `explain` says so.
+
     ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
-    results: bytes, or a uint8 tensor to use (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
+    results, and that of a copy: bytes, or a uint8 tensor to use for the former (default: 1 GiB). ``out`` and ``lse``
+    are the caller's buffers.
 
     With ``batch_invariant`` the bits of a query's row depend neither on what else is in the batch, nor on its place in
     it, nor on how many queries there are, among calls that are otherwise alike (slots and order of its ids, dtypes,
@@ -80,7 +84,8 @@ def sparse_attention(
     given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
     known = None
     if out is not None and not check and schedule is None and k_offset is None:
-        further = (softmax_scale, deterministic, batch_invariant, attention.HYBRID, attention.FILL)
+        knobs = (attention.HYBRID, attention.FILL, attention.COPY)
+        further = (softmax_scale, deterministic, batch_invariant, *knobs)
         known = signature(given, block_size, workspace, out, lse, backend, further)
         launch = _SEEN.get(known)
         if launch is not None:
@@ -209,7 +214,7 @@ def _backward(
     )
 
 
-_SEEN: remember.Remembered[attention.Launch] = remember.Remembered()
+_SEEN: remember.Remembered[attention.Launch | copied.Copied] = remember.Remembered()
 _OPERATOR = registration.define(
     "sparse_attention",
     AttentionCall,

@@ -220,15 +220,25 @@ def find_kernel(op: str, facts: CallFacts, backend: str = "auto", *, helper: boo
 _served: dict[tuple, bool] = {}
 
 
-def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False) -> bool:
-    """Whether `find_kernel` would find a kernel. Compiles nothing; the answer is kept for the life of the process."""
+def serves(op: str, facts: CallFacts, backend: str = "auto", *, helper: bool = False, verified: bool = False) -> bool:
+    """Whether `find_kernel` would find a kernel, with `verified` one that ran on its GPU and agreed with the reference.
+
+    Compiles nothing; the answer is kept for the life of the process.
+    """
     if (met := _met.get()) is not None:
-        return met(_decide(op, facts, backend, helper)[0], False) is not None
-    key = _key(op, facts, backend, helper)
+        decision, registry = _decide(op, facts, backend, helper)
+        return (not verified or _has_run(decision, registry)) and met(decision, False) is not None
+    key = (*_key(op, facts, backend, helper), verified)
     answer = _served.get(key)
     if answer is None:
-        answer = _served[key] = _decide(op, facts, backend, helper)[0].chosen is not None
+        decision, registry = _decide(op, facts, backend, helper)
+        answer = decision.chosen is not None and (not verified or _has_run(decision, registry))
+        _served[key] = answer
     return answer
+
+
+def _has_run(decision: Decision, registry: Registry) -> bool:
+    return decision.chosen is not None and evidence.has_run(decision.chosen.cell, registry)
 
 
 def _key(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from msa_tiles.names import check, unknown
@@ -17,9 +17,14 @@ from msa_tiles.spec.model import DSLS
 if TYPE_CHECKING:
     from msa_tiles.runtime.dispatch import Candidate
 
-_SCHEDULED = ("build_schedule", "combine", "shared_attention", "sparse_attention", "split_selection")
+_SCHEDULED = (
+    *("build_schedule", "combine", "dequantize_kv", "shared_attention", "sparse_attention", "split_selection"),
+)
 # Compile-time dims that a call does not name: they follow from its lengths, or from its other dims.
-FOLLOWING = ("max_blocks", "prefix", "scored_blocks", "tile_tokens")
+FOLLOWING = ("max_blocks", "paged", "prefix", "scored_blocks", "tile_tokens")
+# Makes a copy in bfloat16 of quantised keys and values, which is flat; and those that then run on that.
+COPIER = "dequantize_kv"
+OF_COPIES = ("shared_attention", "sparse_attention")
 # Operators whose kernels a call launches, besides or in place of its own.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "sparse_attention": _SCHEDULED,
@@ -105,20 +110,30 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     jobs: dict[str, Job] = {}
     asked: set[str] = set()
     served: set[str] = set()
+    copies = False
     for cell in cells:
         # Parts that read nothing quantised have one precision for all.
         if precision in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
             asked.add(cell.op)
             found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}
-            some = (Job(each.cell, each.variant) for each in found if each.packed is None)
-            jobs |= {str(job): job for job in some}
+            copies |= cell.op == COPIER and bool(found)
+            jobs |= _jobs(found)
+    for cell in cells if copies else ():
+        if cell.op in OF_COPIES and cell.precision == "bf16":
+            jobs |= _jobs(_serving(cell, fixed | {"pages_per_block": 0}, registry, target))
     # A precision of keys alone, or of index keys alone, is of those parts that read them.
     needed = [part for part in WHOLES.get(op, (op,)) if part in asked] or [op]
     if lacking := [part for part in needed if part not in served]:
         parts = "" if lacking == [op] else f" of {' and '.join(lacking)}, which it launches,"
         raise UnservedError(f"{where}: no kernel{parts} serves it on {target}", op, precision)
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
+
+
+def _jobs(found: Iterable[Candidate]) -> dict[str, Job]:
+    """Those of them that no pack has."""
+    some = (Job(each.cell, each.variant) for each in found if each.packed is None)
+    return {str(job): job for job in some}
 
 
 def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str) -> Iterator[Candidate]:

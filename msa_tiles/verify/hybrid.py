@@ -22,13 +22,16 @@ _NAMES = ("rest", "rest_counts", "shared", "shared_counts", "last_rows")
 
 @contextmanager
 def hybrid(on: bool, fill: int = 0) -> Iterator[None]:
-    """Attention on CUDA takes the hybrid kernels, with at least ``fill`` shared blocks a tile if it can, or not."""
-    before = attention.HYBRID, attention.FILL
-    attention.HYBRID, attention.FILL = on, fill
+    """Attention on CUDA takes the hybrid kernels, with at least ``fill`` shared blocks a tile if it can, or not.
+
+    They read keys and values as they are stored.
+    """
+    before = attention.HYBRID, attention.FILL, attention.COPY
+    attention.HYBRID, attention.FILL, attention.COPY = on, fill, False
     try:
         yield
     finally:
-        attention.HYBRID, attention.FILL = before
+        attention.HYBRID, attention.FILL, attention.COPY = before
 
 
 def defined_parts(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msa_tiles.runtime import evidence, packs
 from msa_tiles.runtime.build import Job
-from msa_tiles.runtime.parts import parts_of, variants_at
+from msa_tiles.runtime.parts import COPIER, parts_of, variants_at
 from msa_tiles.runtime.registry import Cell, Registry
 from msa_tiles.spec import Specs
 from msa_tiles.verify.cases import Case, cases
@@ -26,7 +26,8 @@ def launched(grid: Iterable[tuple[Cell, list[Case]]], registry: Registry) -> lis
     for cell, found in grid:
         points = list({tuple(case.point.items()): case.point for case in found}.values())
         wanted = [Job(cell, dict(point)) for point in points]
-        for op in parts_of(cell.op)[1:]:
+        # Cases of quantised keys read them as they are stored.
+        for op in (part for part in parts_of(cell.op)[1:] if part != COPIER):
             others = registry.select(op, target=cell.target)
             # Of another DSL where the cell's own has none.
             for other in [other for other in others if other.dsl == cell.dsl] or others:

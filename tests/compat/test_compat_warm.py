@@ -30,7 +30,9 @@ def test_hopper_has_kernels_for_what_is_asked(monkeypatch, gone, dtype, group):
     registry = runtime.default_registry()
     for call in (*warm.indexer(dtype, 16), *warm.attention(dtype == FP8, group)):
         jobs = parts.jobs_for(call, registry, "sm90")
-        assert jobs and all(job.variant.get("pages_per_block", 1) == 1 for job in jobs)
+        # A copy in bfloat16 of quantised pages is flat.
+        paged = [job for job in jobs if dtype != FP8 or job.cell.precision != "bf16"]
+        assert jobs and all(job.variant.get("pages_per_block", 1) == 1 for job in paged)
 
 
 def test_once_a_process(monkeypatch, caplog):

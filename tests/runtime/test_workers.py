@@ -253,6 +253,7 @@ def ready(cell: Cell, target: Target) -> Entry:
 # The operator whose calls a module of launches serves.
 LAUNCHES = {
     "attention": "sparse_attention",
+    "dequantize": "sparse_attention",
     "schedules": "sparse_attention",
     "backward": "sparse_attention_backward",
     "kl": "index_kl",
@@ -282,9 +283,14 @@ class TestWhatACallNeeds:
         jobs = parts.jobs_for(call, default_registry(), "sm90")
         own = [job for job in jobs if job.cell.op == "sparse_attention"]
         assert {(job.cell.precision, job.variant["group"], job.variant["pages_per_block"]) for job in own} == {
-            ("q16kv8", 8, 1)
+            ("q16kv8", 8, 1),
+            # A copy of keys and values is flat.
+            ("bf16", 8, 0),
         }
-        assert "combine" in {job.cell.op for job in jobs}
+        assert {"combine", "dequantize_kv"} <= {job.cell.op for job in jobs}
+        assert {job.variant["head_dim"] for job in jobs if job.cell.op == "dequantize_kv"} == {64}
+        wide = parts.jobs_for("sparse_attention", default_registry(), "sm90")
+        assert "dequantize_kv" not in {job.cell.op for job in wide}
 
     def test_a_capacity_is_rounded_up(self) -> None:
         [job] = parts.jobs_for("topk_select,topk=9", default_registry(), "sm90")
@@ -341,8 +347,11 @@ def test_verify_compiles_what_its_cases_launch() -> None:
     assert {str(job) for job in jobs} == {str(Job(combine, point)) for point in combine.ci}
     [attention] = registry.select("sparse_attention", "cutedsl", "sm90", "bf16")
     jobs = launched([(attention, smallest(cases(attention, specs)))], registry)
-    assert {job.cell.op for job in jobs} == set(parts.parts_of("sparse_attention"))
+    assert {job.cell.op for job in jobs} == {*parts.parts_of("sparse_attention")} - {parts.COPIER}
     assert {job.cell.dsl for job in jobs} == {"cutedsl"} and len(jobs) < 30
+    [quantised] = registry.select("sparse_attention", "cutedsl", "sm90", "q16kv8")
+    jobs = launched([(quantised, smallest(cases(quantised, specs)))], registry)
+    assert parts.COPIER not in {job.cell.op for job in jobs}
     [helper] = registry.select("build_schedule", "cutedsl", "sm90")
     only_tilelang = dataclasses.replace(registry, cells=tuple(c for c in registry.cells if c.id != helper.id))
     jobs = launched([(attention, smallest(cases(attention, specs)))], only_tilelang)
