@@ -1,11 +1,13 @@
 """Index keys of 4 bits on the left side of products, queries as columns: the consumers of decode_score, lane by lane.
 
 What wgmma makes of the registers of a warpgroup and of a tile in shared memory is written down here, as the PTX manual
-has it; blocks lie in a ring that has room for all of them. Scores are compared with those of what the bytes stand for.
+has it; it reads them as late as the wait for it, so that a piece decoded over one in flight shows. Blocks lie in a ring
+that has room for all of them. Scores are compared with those of what the bytes stand for.
 """
 
 from __future__ import annotations
 
+import collections
 import types
 from typing import Any, NamedTuple
 
@@ -69,6 +71,11 @@ CASES = {
 
 
 def ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
+    if text.startswith("mov.b32"):
+        return read_only_args[0]
+    if "mov.b32 factor, { " in text:
+        pair, factors = (four_bits.halves(given, torch.float16) for given in read_only_args)
+        return four_bits.word(pair * factors[int("upper, upper" in text)])
     if "shl.b32 low" in text:
         pair, power = read_only_args
         return four_bits.word((four_bits.halves(pair, torch.bfloat16).float() * float(power)).to(torch.float16))
@@ -146,7 +153,10 @@ class Consumers:
         self.blocks = keys_of(case)
         self.module.STAGES = len(self.blocks)
         self.module.column_maxima = lanes.helper("column_maxima")
-        self.module.warpgroup = types.SimpleNamespace(wait_group=lambda _left: None)
+        self.module.warpgroup = types.SimpleNamespace(wait_group=self.wait_group)
+        self.module.column_maxima.warpgroup = self.module.warpgroup
+        self.in_flight: dict[int, list[Any]] = collections.defaultdict(list)
+        self.sums: dict[int, Tensor] = {}
         self.module.wgmma = types.SimpleNamespace(operand_b=lambda _product, queries: Right(self, queries))
         self.released: list[int] = []
         kernel = self.kernel = object.__new__(self.module.DecodeScore)
@@ -163,27 +173,40 @@ class Consumers:
         made.name, made.transposed, made.threads = "k", False, THREADS
         made.head_dim, made.block_size, made.groups = case.dim, case.block, case.dim // GROUPS[case.format].size
         made.rows, made.depth = case.block, case.dim
+        made.divide()
         made.product = lambda _columns: None
-        made.operand = lambda _product, _held: lanes.empty((4, case.block // ROWS, case.dim // 16))
-        made.accumulator = lambda _product, _columns: lanes.empty((4 * case.block // ROWS,))
+        made.operand = lambda _product, _held: [lanes.empty((4, 1, 2 * made.chunks)) for _ in range(2)]
+        made.accumulator = lambda _product, _columns: lanes.tensor_of(torch.full((4,), torch.nan))
         made.multiply = self.multiply
         made.release = lambda _held, stage: self.released.append(int(stage)) if lanes.thread() == 0 else None
         return made
 
-    def multiply(self, _product: Any, into: Any, registers: Any, right: Any) -> None:
-        """S^T = K Q^T: what this thread gets of it."""
-        case, thread = self.case, lanes._HERE.thread
+    def multiply(self, _product: Any, into: Any, operand: Any, unit: int, piece: int, right: Any) -> None:
+        """S^T (+)= K Q^T for the columns of a piece, from the wait for it on; what S held is gone at once."""
+        into.memory[:] = [None] * len(into.memory)
+        left = self.kernel.keys.place_of(operand, unit, piece)
+        self.in_flight[lanes.thread()].append((into, left, piece, right))
+
+    def wait_group(self, left: int) -> None:
+        """Until no more than so many products are in flight."""
+        while len(self.in_flight[lanes.thread()]) > left:
+            self.finish(*self.in_flight[lanes.thread()].pop(0))
+
+    def finish(self, into: Any, registers: Any, piece: int, right: Any) -> None:
+        """What this thread gets of a product."""
+        thread, depth = lanes._HERE.thread, 32 * self.kernel.keys.chunks
         met = thread.meet("wgmma", registers, whole=True)
         if not hasattr(self, "last") or self.last[0] is not met:
-            dtype = torch.float16 if case.element == "Float16" else torch.bfloat16
-            rows = left_side(dict(enumerate(met)), case.block, case.dim, dtype)
-            self.last = met, rows @ right.columns(dtype).T
-        found = self.last[1]
-        for m in range(case.block // ROWS):
-            for half in range(2):
-                for c in range(2):
-                    row = ROWS * m + 16 * (thread.index // 32) + thread.lane // 4 + 8 * half
-                    into[c + 2 * half + 4 * m] = lanes.Float32(found[row, 2 * (thread.lane % 4) + c])
+            dtype = torch.float16 if self.case.element == "Float16" else torch.bfloat16
+            rows = left_side(dict(enumerate(met)), ROWS, depth, dtype)
+            self.last = met, rows @ right.columns(dtype)[:, depth * piece :][:, :depth].T
+        row, column = 16 * (thread.index // 32) + thread.lane // 4, 2 * (thread.lane % 4)
+        found = self.last[1][[row, row, row + 8, row + 8], [column, column + 1] * 2]
+        found = found + self.sums[thread.index] if piece else found
+        self.sums[thread.index] = found
+        if not any(other[0] is into for other in self.in_flight[thread.index]):
+            for place in range(4):
+                into[place] = lanes.Float32(found[place])
 
     def run(self, idx_q: Any) -> Tensor:
         case, module = self.case, self.module
@@ -200,7 +223,7 @@ class Consumers:
         queries = memory(torch.full((ROWS * case.dim,), 1), 16)
         tile = module.Tile(
             lanes.Tensor(queries, 0, (ROWS, case.dim), (case.dim, 1)),
-            shared(ROWS), shared(ROWS), shared(ROWS), shared(2, 16, 4, COLUMNS),
+            *(shared(count) for count in (ROWS, ROWS, ROWS, ROWS, module.RUN)), shared(COLUMNS, 4, 16, 2),
         )  # fmt: skip
         starts = [torch.tensor([0, *(pair[i] for pair in case.sequences)]).cumsum(0).int() for i in range(2)]
         most = max(-(-length // case.block) for _, length in case.sequences)
@@ -272,3 +295,12 @@ def test_block_maxima(stand_ins: None, formats: dict[str, types.ModuleType], nam
     found, wanted = consumers.run(idx_q), wanted_of(case, queries, consumers.blocks)
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
     assert consumers.released == list(range(len(consumers.blocks)))
+
+
+def test_every_power_of_two(formats: dict[str, types.ModuleType]) -> None:
+    """Whatever stands in the other bytes of a word."""
+    operand = lanes.helper("operands.index_mxfp4_left")
+    for code in range(256):
+        for byte in range(4):
+            word = Int32(0x00FF017F ^ (0xFF ^ code ^ 0x00FF017F >> 8 * byte & 0xFF ^ 0xFF) << 8 * byte)
+            assert operand.power(word, operand.alike(word), byte) == formats["mxfp4"].value_factor(code, code), code

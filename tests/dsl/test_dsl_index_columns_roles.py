@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import test_dsl_index_pipelines as pipelines
-from test_dsl_index_decoders import Rings, Stage
+from test_dsl_index_decoders import Rings
 from test_dsl_index_pipelines import FAR, HELPERS, RUN, WARPS, Case, Chip, Product
 from warps import Anything, Deadlock, changed, load, tables
 
@@ -40,11 +40,11 @@ class ColumnsChip(Chip):
         self.table = kernel.cta
         kernel.cta = kernel.keys.table = change(self.table)
         kernel.emit = lambda *_what: kernel.meet()
+        self.tile = Anything()
+        self.tile.run = [0] * module["RUN"]  # type: ignore[attr-defined]
         if early:
-            take, release = kernel.keys.take, kernel.keys.release
-            kernel.keys.take = lambda operand, held, stage, *rest: (
-                take(operand, held, stage, *rest), release(held, stage)
-            )[0]  # fmt: skip
+            wait, release = kernel.keys.wait, kernel.keys.release
+            kernel.keys.wait = lambda held, stage, phase: (wait(held, stage, phase), release(held, stage))
             kernel.keys.release = lambda *_what: None
 
     def parts_of(self, case: Case) -> dict[str, Any]:
@@ -70,17 +70,23 @@ class ColumnsChip(Chip):
         for helper in ("decoded_left", "packed_left"):
             names[helper] = types.SimpleNamespace(**load(HELPERS / f"{helper}.py", **names))
         names["packed_index"] = types.SimpleNamespace(IndexKeys=Anything())
-        operand = load(HELPERS / "packed_index_left.py", **names)["IndexKeys"]
+        operand = load(HELPERS / "packed_index_left.py", **names | {"COLUMNS": 32})["IndexKeys"]
         for name, value in {
             "pages": lambda *_what: [],
             "layouts": lambda _self: {},
             "load_rows": lambda _self, _stored, row, _pages, target: chip.copy_scales(None, row, None, target, 0),
             "row_factor": lambda *_what: Anything(),
             "product": lambda *_what: None,
-            "operand": lambda *_what: types.SimpleNamespace(),
+            "operand": lambda *_what: [types.SimpleNamespace(of=None) for _ in range(2)],
             "accumulator": lambda *_what: chip.accumulator(),
-            "decode_stage": lambda _self, registers, raw, scales, *_what: registers.__dict__.update(of=(raw, scales)),
-            "multiply": lambda _self, _product, into, tile, _right: chip.multiply_late(into, *tile.of),
+            "unit_factors": lambda keys, held, stage, *_what: keys.scales_at(held, stage),
+            "offset_of": lambda _self, stage, *_what: stage,
+            "decode": lambda keys, operand, held, stage, unit, piece, factors: keys.place_of(
+                operand, unit, piece
+            ).__dict__.update(of=(held.raw[stage, None, None].iterator, factors)),
+            "multiply": lambda keys, _product, into, operand, unit, piece, _right: chip.multiply_late(
+                into, keys.place_of(operand, unit, piece), piece
+            ),
             "prepare": lambda _self, _queries, _thread: chip.kernel.meet(),
         }.items():
             setattr(operand, name, value)
@@ -90,23 +96,36 @@ class ColumnsChip(Chip):
         )  # fmt: skip
         columns = load(HELPERS / "query_columns.py", **names) | {"Columns": Anything()}
         maxima = load(HELPERS / "column_maxima.py", **names)
-        maxima["fold"] = lambda product, _limits, _column, key, *_rest: chip.note(product, key // 64, None)
+        maxima["fold"] = lambda *_what: None
+        maxima["wait"] = chip.reduce
         return names | {
             "index_key": keys,
             "query_columns": types.SimpleNamespace(**columns),
             "column_maxima": types.SimpleNamespace(**maxima),
             "ELEMENTS": defaultdict(int),
+            "anew": lambda value: value,
         }
 
-    def multiply_late(self, into: Product, raw: Stage, scales: Stage) -> None:
+    def multiply_late(self, into: Product, registers: types.SimpleNamespace, piece: int) -> None:
         def finish() -> None:
+            raw, scales = registers.of
             assert raw.value == scales.value, "scales of other keys"
+            assert piece == 0 or into.value == raw.value, "pieces of two blocks"
             into.value = raw.value
 
         if self.elected():
-            into.value = None
             self.later(("products", self.warp), finish)
         self.sync_warp()
+
+    def reduce(self, product: Product, _limits: Any, _column: int, key: int, *_what: Any) -> tuple[float, float]:
+        self.wait_group(0)
+        if product.value is not None:
+            self.note(product, key // 64, None)
+        self.sync_warp()
+        if self.elected():
+            product.value = None
+        self.sync_warp()
+        return 0.0, 0.0
 
     def go(self) -> None:
         kernel, warp, names, memory = self.kernel, self.warp, tables(self), Rings(self)
@@ -121,11 +140,11 @@ class ColumnsChip(Chip):
         )
         units = sum(len(blocks) for _, blocks in RUN)
         run = (units, 0, 0, RUN[0][1].start, 64 * FAR, 1, RUN[0][1].stop)
-        producer = self.table.first_warp("producer")
+        producer, out = self.table.first_warp("producer"), types.SimpleNamespace(stride=(1, 1))
         if warp == producer:
             kernel.produce(stored, held, None, lengths, run)
         elif warp < producer:
-            kernel.consume(stored, held, Anything(), None, None, Anything(), lengths, run, 0, 0, Anything())
+            kernel.consume(stored, held, Anything(), None, None, self.tile, lengths, run, 0, 0, out)
 
 
 def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table: table, early: bool = False) -> None:

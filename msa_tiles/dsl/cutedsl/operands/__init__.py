@@ -79,6 +79,12 @@ Index keys have a contract of their own, and modules `index_<format>` that a row
 
 Modules `index_<format>_left` have them as the left side of products of few columns instead, decoded in registers:
 parts(…, readers, …) and IndexKeys(…, readers=…) as `Left` has them, with what index keys add (pages, load, row_factor).
+Instead of whole blocks they are taken in units of 64 keys, of several pieces each:
+  units, pieces             of a block, and of a unit
+  wait(held, stage, phase)  until a stage is full; whoever waited calls the others
+  unit_factors(held, stage, unit, member, lane), offset_of(stage, member, lane)   of a unit and of a stage, for `decode`
+  decode(operand, held, offset, unit, piece, factors)   a piece, while the one decoded last is multiplied
+  multiply(product, into, operand, unit, piece, right)  into = unit x right, one piece after the other
 
 Caches that rows are written into have modules `append_<format>`, which a row names likewise.
   Cache(head_dim, **scales)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper  # % if not precision.decoded
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32  # % if not precision.decoded
+from cutlass import Float32, Int32, Int64  # % if precision.decoded
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # % if not precision.decoded
 from cutlass.cute.nvgpu import warpgroup  # % if precision.decoded
 from cutlass.cute.runtime import make_fake_stream
@@ -32,6 +33,7 @@ from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following  # % if not precision.decoded
 from msa_tiles.dsl.cutedsl.pipeline import following  # % if precision.decoded
+from msa_tiles.dsl.cutedsl.registers import anew  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
 from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
@@ -47,6 +49,7 @@ CTAS = 3  # <- tile.ctas
 PRODUCER_REGISTERS = 24  # <- tile.producer_registers
 CONSUMER_REGISTERS = 136  # <- tile.consumer_registers
 STORED = "bfloat16"  # <- precision.query.element
+RUN = 6  # values of a run that are of no use within a tile
 # % endif
 WARPS = 4  # of the consumer warpgroup
 GROUP = 128  # threads of it
@@ -99,7 +102,7 @@ def cta(head_dim, block_size, pages_per_block, **scales):
         roles=(
             # % if precision.decoded
             Role(
-                "consumer", WARPS, "loads the rows of a tile, S^T = K Q^T one block at a time, column maxima, stores",
+                "consumer", WARPS, "loads the rows of a tile, S^T = K Q^T 64 keys at a time, column maxima, stores",
                 CONSUMER_REGISTERS,
             ),
             Role(
@@ -122,6 +125,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
             *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),
             buffer("limits", "int32", rows=ROWS, note="the last key that a query sees"),
             buffer("factors", "float32", rows=ROWS, note="of all products of a query"),
+            buffer("places", "int64", rows=ROWS, note="of a query's scores in the output, -1 for no query"),
+            buffer("run", "int32", values=RUN, note="what is to come behind a tile"),
             *column_maxima.buffers(),
             # % else
             buffer(
@@ -153,6 +158,8 @@ class Tile(NamedTuple):
     powers: Any
     limits: Any
     factors: Any
+    places: Any
+    run: Any
     maxima: Any
 
 
@@ -163,9 +170,14 @@ class DecodeScore:
 
     # % if precision.decoded
     CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
-    block that is decoded is multiplied with eight queries after the other, of as many as a tile has. What the warps
-    found of it meets in shared memory, for many blocks at a time (named barrier 1, of the consumers). Each warp that is
-    not idle finds the CTA's run by itself, 32 requests at a time.
+    warp decodes one piece of a block (packed_index_left says what that is) while another is multiplied, and reduces the
+    product of a unit of 64 keys when the first piece of the next one is decoded. Further eights of queries, of as many
+    as a tile has, take the pieces of a unit one after the other. What the warps found of blocks meets in shared memory,
+    for many at a time (named barrier 1, of the consumers). Each warp that is not idle finds the CTA's run by itself, 32
+    requests at a time.
+
+    Registers are for two pieces: what of a run and of the output is of no use from block to block lies in shared
+    memory, and whatever all lanes of a warp have in common is said to be uniform.
 
     TMA brings the rows of a stage, and every lane of the producer copies some of its scales: both fill it. A stage is
     handed back when the last product of its block is there, and not when it has been decoded: an arrival may overtake
@@ -286,7 +298,7 @@ class DecodeScore:
         buffers = make_buffers(self.cta, memory, {"queries": q_layout, **self.keys.layouts()})
         barriers = make_barriers(self.cta, memory, self.keys.atoms(stored))
         # % if precision.decoded
-        found = [buffers[name] for name in ("queries", "powers", "limits", "factors", "maxima")]
+        found = [buffers[name] for name in ("queries", "powers", "limits", "factors", "places", "run", "maxima")]
         tile, held = Tile(*found), self.keys.held(buffers, barriers)
         # % else
         queries, held = buffers["queries"], self.keys.held(buffers, barriers)
@@ -419,54 +431,102 @@ class DecodeScore:
         heads = Int32(idx_q.shape[1])
         score = self.keys.product(query_columns.COLUMNS)
         operand = self.keys.operand(score, held)
-        right_operand = wgmma.operand_b(score, tile.queries)
+        right = wgmma.operand_b(score, tile.queries)
         S = self.keys.accumulator(score, query_columns.COLUMNS)
         first_row = self.keys.row_of(member, lane, 0)
         left, request, number, first_block, length, tiles, blocks = run
         stage = Int32(0)
         phase = Int32(0)
-        turn = Int32(0)
         self.columns.clear(tile.queries, thread)
         while left > 0:
+            left, request, number, first_block, length, tiles, blocks = (
+                cute.arch.make_warp_uniform(each)
+                for each in (left, request, number, first_block, length, tiles, blocks)
+            )
             taken = cutlass.min(left, blocks - first_block)
-            end_token = lengths.cu_seqlens_q[request + 1]
-            first_token = lengths.cu_seqlens_q[request] + number * lengths.tile_queries
+            end_token = cute.arch.make_warp_uniform(lengths.cu_seqlens_q[request + 1])
+            first_token = cute.arch.make_warp_uniform(lengths.cu_seqlens_q[request]) + number * lengths.tile_queries
             rows = cutlass.min(end_token - first_token, lengths.tile_queries) * heads
-            groups = (rows + query_columns.COLUMNS - 1) // query_columns.COLUMNS
+            groups = cute.arch.make_warp_uniform((rows + query_columns.COLUMNS - 1) // query_columns.COLUMNS)
             self.meet()
-            self.columns.bring(idx_q, tile.queries, tile.powers, first_token, rows, thread)
+            self.columns.bring(idx_q, tile.queries, tile.powers, first_token, rows, anew(thread))
             self.meet()
-            self.keys.prepare(self.columns.by_rows(tile.queries), thread)
+            self.keys.prepare(self.columns.by_rows(tile.queries), anew(thread))
+            if thread == 0:
+                for i, value in enumerate((left - taken, request, number, length, tiles, blocks)):
+                    tile.run[i] = value
             least = self.note_rows(
                 stored, scales, q_positions, tile, first_token, end_token, rows, heads, length, use_positions, causal,
-                thread,
+                first_block, thread, out,
             )  # fmt: skip
-            full_blocks = cutlass.max(least + 1, 0) // self.block_size
-            slot = Int32(0)
+            full_blocks = cutlass.max(cute.arch.make_warp_uniform(least) + 1, 0) // self.block_size
+            end_block = first_block + taken
+            last_column = query_columns.COLUMNS * (groups - 1)
+            # Where the maxima of the block before go; of none, a negative place.
+            slot = Int32(-1)
+            turn = Int32(0)
             written = Int32(0)
-            for block in cutlass.range(first_block, first_block + taken, unroll=1):
-                keys = self.keys.take(operand, held, stage, phase, None, thread)
-                for group in cutlass.range(groups, unroll=1):
-                    # Said to be uniform, so that its descriptors are made once for a warp.
-                    uniform = cute.arch.make_warp_uniform(group)
-                    self.keys.multiply(score, S, keys, right_operand[None, None, None, uniform])
-                    warpgroup.wait_group(0)
-                    if group == groups - 1:
-                        self.keys.release(held, stage)
-                    column_maxima.fold(
-                        S, tile.limits, query_columns.COLUMNS * group, block * self.block_size + first_row,
-                        block >= full_blocks, member, lane, tile.maxima[turn, slot, None, None],
-                    )  # fmt: skip
-                    slot = slot + 1
-                    if (slot == column_maxima.SLOTS) | ((block == first_block + taken - 1) & (group == groups - 1)):
-                        self.emit(tile, turn, slot, written, groups, rows, heads, first_token, first_block, thread, out)
-                        written = written + slot
-                        slot = Int32(0)
-                        turn = turn ^ 1
+            # Of the keys of a block whose products were reduced, with the last eight queries.
+            first, second = -Float32.inf, -Float32.inf
+            for block in cutlass.range(first_block, end_block, unroll=1):
+                self.keys.wait(held, stage, phase)
+                offset = self.keys.offset_of(stage, member, lane)
+                for unit in cutlass.range_constexpr(self.keys.units):
+                    factors = self.keys.unit_factors(held, stage, unit, member, lane)
+                    self.keys.decode(operand, held, offset, unit, 0, factors)
+                    # The unit before, of the block before where this is the first one. Before a tile's first block
+                    # nothing is in flight, and what S holds is dropped.
+                    before = block - 1 if cutlass.const_expr(unit == 0) else block
+                    a, b = self.reduce(
+                        S, tile, last_column, before, (unit - 1) % self.keys.units, full_blocks, first_row, lane
+                    )
+                    first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
+                    self.keys.multiply(score, S, operand, unit, 0, right[None, None, None, 0])
+                    if cutlass.const_expr(unit == 0):
+                        if slot < 0:
+                            slot = Int32(0)
+                        else:
+                            self.keys.release(held, pick(stage == 0, STAGES - 1, stage - 1))
+                            column_maxima.fold(
+                                first, second, member, lane, tile.maxima[None, None, slot + groups - 1, turn], False
+                            )
+                            slot = slot + groups
+                            if slot + groups > column_maxima.SLOTS:
+                                self.emit(tile, turn, slot, written, groups, thread, out)
+                                written = written + slot
+                                slot = Int32(0)
+                                turn = turn ^ 1
+                        first, second = -Float32.inf, -Float32.inf
+                    for piece in cutlass.range_constexpr(1, self.keys.pieces):
+                        self.keys.decode(operand, held, offset, unit, piece, factors)
+                        self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, 0])
+                    for group in cutlass.range(1, groups, unroll=1):
+                        a, b = self.reduce(
+                            S, tile, query_columns.COLUMNS * (group - 1), block, unit, full_blocks, first_row, lane
+                        )
+                        # Said to be uniform, so that its descriptors are made once for a warp.
+                        uniform = cute.arch.make_warp_uniform(group)
+                        for piece in cutlass.range_constexpr(self.keys.pieces):
+                            self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, uniform])
+                        column_maxima.fold(
+                            a, b, member, lane, tile.maxima[None, None, slot + group - 1, turn], unit > 0
+                        )
+                    if cutlass.const_expr(self.keys.pieces > 1):
+                        warpgroup.wait_group(1)
                 stage, phase = following(stage, phase, STAGES)
-            left = left - taken
+            a, b = self.reduce(S, tile, last_column, end_block - 1, self.keys.units - 1, full_blocks, first_row, lane)
+            first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
+            self.keys.release(held, pick(stage == 0, STAGES - 1, stage - 1))
+            column_maxima.fold(first, second, member, lane, tile.maxima[None, None, slot + groups - 1, turn], False)
+            self.emit(tile, turn, slot + groups, written, groups, thread, out)
+            left, request, number, length, tiles, blocks = (tile.run[i] for i in range(RUN))
             first_block = Int32(0)
             request, number, length, tiles, blocks = self.advance(lengths, left, request, number, length, tiles, blocks)
+
+    def reduce(self, S, tile, first_column, block, unit, full_blocks, first_row, lane):
+        """Wait for the product of a unit -> the maxima of a lane's rows in two columns."""
+        first_key = block * self.block_size + ROWS * unit + first_row
+        return column_maxima.wait(S, tile.limits, first_column, first_key, block >= full_blocks, lane)
 
     def meet(self):
         """Until all consumers are here."""
@@ -475,9 +535,10 @@ class DecodeScore:
     @cute.jit
     def note_rows(
         self, stored: tuple, scales, q_positions: cute.Tensor, tile: Tile, first_token: Int32, end_token: Int32,
-        rows: Int32, heads: Int32, length: Int32, use_positions: Int32, causal: Int32, thread: Int32,
+        rows: Int32, heads: Int32, length: Int32, use_positions: Int32, causal: Int32, first_block: Int32,
+        thread: Int32, out: cute.Tensor,
     ):  # fmt: skip
-        """What a tile's queries see and are multiplied with, for all consumers; the last key that all of them see."""
+        """What a tile's queries see and are multiplied with, and where scores go; the last key that all of them see."""
         least = length - 1
         for first in cutlass.range_constexpr(0, ROWS, WARP):
             row = first + thread % WARP
@@ -488,25 +549,29 @@ class DecodeScore:
             least = cutlass.min(least, limit)
             if thread < WARP:
                 tile.limits[row] = limit
+                tile.places[row] = Int64(-1)
                 if row < rows:
+                    of_head = Int64(row % heads) * out.stride[0]
+                    tile.places[row] = of_head + Int64(token) * out.stride[1] + Int64(first_block)
                     tile.factors[row] = self.keys.row_factor(stored, scales, token, row % heads) * tile.powers[row]
         self.meet()
         return Int32(cute.arch.warp_redux_sync(least, "min"))
 
     @cute.jit
     def emit(
-        self, tile: Tile, turn: Int32, count: Int32, written: Int32, groups: Int32, rows: Int32, heads: Int32,
-        first_token: Int32, first_block: Int32, thread: Int32, out: cute.Tensor,
-    ):  # fmt: skip
+        self, tile: Tile, turn: Int32, count: Int32, written: Int32, groups: Int32, thread: Int32, out: cute.Tensor
+    ):
         """The maxima of `count` products, behind `written` ones of the tile, one a thread."""
         self.meet()
         slot, column = thread // query_columns.COLUMNS, thread % query_columns.COLUMNS
         product = written + slot
         row = product % groups * query_columns.COLUMNS + column
-        if (slot < count) & (row < rows):
-            largest = column_maxima.of_warps(tile.maxima[turn, slot, None, None], column)
-            my_scores = out[row % heads, first_token + row // heads, None]
-            my_scores[first_block + product // groups] = scores.scaled(largest, tile.factors[row])
+        if slot < count:
+            place = tile.places[row]
+            if place >= 0:
+                largest = column_maxima.of_warps(tile.maxima[None, None, slot, turn], column)
+                score = cute.make_tensor(out.iterator + (place + product // groups), cute.make_layout(1))
+                score[0] = scores.scaled(largest, tile.factors[row])
             # % else
 
     @cute.jit
