@@ -304,3 +304,12 @@ def test_every_power_of_two(formats: dict[str, types.ModuleType]) -> None:
         for byte in range(4):
             word = Int32(0x00FF017F ^ (0xFF ^ code ^ 0x00FF017F >> 8 * byte & 0xFF ^ 0xFF) << 8 * byte)
             assert operand.power(word, operand.alike(word), byte) == formats["mxfp4"].value_factor(code, code), code
+
+
+def test_a_piece_decoded_over_one_in_flight(stand_ins: None, formats: dict[str, types.ModuleType]) -> None:
+    """Without the wait behind the products of a unit."""
+    case = CASES["one query"]
+    idx_q, queries = queries_of(case)
+    consumers = Consumers(case, formats)
+    consumers.module.warpgroup = types.SimpleNamespace(wait_group=lambda _left: None)
+    assert not torch.allclose(consumers.run(idx_q), wanted_of(case, queries, consumers.blocks))
