@@ -107,27 +107,30 @@ def test_the_longest_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "blocks", "k", "few"),
+    ("kind", "heads", "blocks", "k", "few", "threads"),
     [
-        ("normal", 1, 1000, 16, True),
-        ("normal", 3, 1024, 64, True),
-        ("special", 2, 1024, 64, False),
-        ("equal", 1, 1000, 16, False),
-        ("nearly_nan", 1, 1024, 64, False),
-        ("ties", 1, 5, 16, True),
-        ("special", 1, 16, 16, True),
-        ("equal", 1, 256, 40, True),
-        ("normal", 1, 257, 9, True),
-        ("normal", 1, 0, 4, True),
+        ("normal", 1, 1000, 16, True, 256),
+        ("normal", 3, 1024, 64, True, 256),
+        ("special", 2, 1024, 64, False, 256),
+        ("equal", 1, 1000, 16, False, 256),
+        ("nearly_nan", 1, 1024, 64, False, 256),
+        ("ties", 1, 5, 16, True, 256),
+        ("special", 1, 16, 16, True, 256),
+        ("equal", 1, 256, 40, True, 256),
+        ("normal", 1, 257, 9, True, 256),
+        ("normal", 1, 0, 4, True, 256),
+        ("normal", 3, 1024, 64, True, 384),
+        ("equal", 1, 1000, 16, False, 384),
+        ("special", 2, 1024, 64, False, 384),
     ],
 )
-@pytest.mark.drawn(1)
-def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) -> None:
+@pytest.mark.drawn(2)
+def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool, threads: int) -> None:
     """Every split of a row works on its share of this list, so its order is settled too: as ranked where few blocks
     reach the mark, else by thread, then by block.
     """
     threshold = lanes.helper("threshold")
-    threads, width = 256, 1024
+    width = 1024
     score = scores_of(kind, (heads, 1, width))
     listed, row = [], lanes.tensor_of(torch.full((k,), -9, dtype=torch.int32))
     tensor = lanes.tensor_of(score)
@@ -137,7 +140,7 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool) ->
         best = threshold.Best(
             *(memory.allocate_tensor(Int32, shape) for shape in ((threads // 32, 2, 2), (threads, 2), (64,)))
         )
-        read = lanes.empty(width // threads)
+        read = lanes.empty(-(-width // threads))
         read.fill(lanes.Float32.nan)
         source = threshold.Row(tensor, Int32(0), Int32(heads), Int32(0))
         threshold.read_scores(source, Int32(blocks), read, threads)
