@@ -38,6 +38,11 @@ class Left(packed_left.Left):
         cute.arch.barrier(barrier_id=1 + self.pieces, number_of_threads=self.readers)
 
     @cute.jit
+    def wait(self, held: Held, stage: Int32, phase: Int32):
+        """Until a stage is there."""
+        cute.arch.mbarrier_wait(held.full + stage, phase)
+
+    @cute.jit
     def take(
         self, operand: cute.Tensor, held: Held, stage: Int32, phase: Int32, valid, thread: Int32, member: Int32,
         piece: Int32,

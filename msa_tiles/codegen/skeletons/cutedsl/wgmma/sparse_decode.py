@@ -175,7 +175,8 @@ class SparseDecode:
     # <- cta
 
     # % if pieces
-    A consumer warpgroup takes 64 keys of every block, with maxima and sums of its own: they are merged at the end.
+    A consumer warpgroup takes 64 keys of every block, with maxima and sums of its own: they are merged at the end. It
+    decodes values while the product of keys runs, and keys of the next block while that of values does.
     # % endif
     A warp holds 16 of every 64 rows, that is keys, of S^T: the maxima of a column go through shared memory, the sums
     only at the end. Two barriers a block: maxima written, and P written, which also parts the readers of the maxima
@@ -475,19 +476,25 @@ class SparseDecode:
         self.keys.prepare(shared.queries, all_threads)  # % if pieces
         for first in cutlass.range(share.first_slot, share.last_slot, WARP, unroll=1):
             blocks, left = self.blocks_of_lanes(shared, share, first)
+            # % if pieces
+            if left != 0:
+                self.keys.take(keys, shared.keys, stage, phase, None, thread, member, piece)
+            # % endif
             while left != 0:
                 first_key = cute.arch.shuffle_sync(blocks, first_bit(left)) * self.block_size
                 left = left & (left - 1)
                 first_key = first_key + ROWS * piece  # % if pieces
                 of_keys = self.keys.factors(shared.keys, stage, phase, first_row)
                 tile = self.keys.take(keys, shared.keys, stage, phase, None, thread)  # % if not pieces
-                tile = self.keys.take(keys, shared.keys, stage, phase, None, thread, member, piece)  # % if pieces
-                self.keys.multiply(score, S, tile, queries)
+                self.keys.multiply(score, S, tile, queries)  # % if not pieces
+                self.keys.multiply(score, S, keys, queries)  # % if pieces
                 of_values = self.values.factors(shared.values, stage, phase, first_row)
                 # Hidden values weigh 0, which NaN and infinity would not be worth.
                 valid = share.limit + 1 - first_key
                 # % if pieces
                 tile = self.values.take(values, shared.values, stage, phase, valid, thread, member, piece)
+                # A wait that is over ends the basic block: in one with the next wait, ptxas decodes behind that.
+                self.values.wait(shared.values, stage, phase)
                 # % else
                 if cutlass.const_expr(self.values.ahead):
                     tile = self.values.take(values, shared.values, stage, phase, valid, thread)
@@ -513,6 +520,11 @@ class SparseDecode:
                 self.meet()  # % if not pieces
                 self.meet(piece)  # % if pieces
                 self.values.multiply(weigh, part, tile, weights)
+                # % if pieces
+                if left != 0:
+                    next_stage, next_phase = following(stage, phase, STAGES)
+                    self.keys.take(keys, shared.keys, next_stage, next_phase, None, thread, member, piece)
+                # % endif
                 warpgroup.wait_group(0)
                 self.values.release(shared.values, stage)
                 for m in cutlass.range_constexpr(self.head_dim // ROWS):
