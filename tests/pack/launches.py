@@ -148,6 +148,9 @@ def calls() -> None:
     slots, scale = torch.arange(130), torch.ones(())
     ops.append_kv(k, k, normal(2, 2, 128, 128), normal(2, 2, 128, 128), slots)
     ops.append_index(normal(130, 128), normal(2, 128, 128).to(FP8), slots.to(torch.int32), scale=scale)
+    pages = {name: paged_where[name] for name in ("page_table", "seqused_k")}
+    for codes, table in ((normal(130, 2, 128).to(FP8), {}), (normal(6, 2, 128, 128).to(FP8), pages)):
+        ops.dequantize_kv(codes, codes, k_scale=scale, v_scale=scale, **table)
     split(ids, Where(**where))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "part_serves", lambda _facts, _backend, op, *_: op == "shared_attention")

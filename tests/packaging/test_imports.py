@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "compat": {"ops", "quant", "runtime"},  # of the runtime: what is raised where no kernel serves a call
     "simulator": set(),
     "verify": {"ops", "call", "files", "launch", "library", "runtime", "spec", "reference", "quant", "paths"},
-    "bench": {"ops", "call", "compat", "names", "runtime", "spec", "reference", "quant", "paths", "trees"},
+    "bench": {"ops", "call", "compat", "launch", "names", "runtime", "spec", "reference", "quant", "paths", "trees"},
     "demo": ANYTHING,
     "matrix": ANYTHING,
     "commands": ANYTHING,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.bench import cases, checks, flashinfer_peer, inputs, peers, precisions
 from msa_tiles.bench.harness import Bench, Contender, Skipped
 from msa_tiles.bench.operators._own import of_spec
 from msa_tiles.bench.timing import Call
+from msa_tiles.launch import attention
 
 OP = "sparse_attention"
 
@@ -42,6 +44,8 @@ def prepare(case: cases.Case, device: torch.device, precision: str, *, batch_inv
             flashinfer_peer.attention(case, precisions.dtype(precision, "key_value")),
             own_bf16(case, precision),
             own_fp8(case, precision),
+            own_way(case, precision, "stored", False),
+            own_way(case, precision, "copied", True),
             peers.fa4_dense(case),
             peers.cudnn_dense(case),
         ],
@@ -77,6 +81,28 @@ def own_fp8(case: cases.Case, precision: str) -> Contender | Skipped:
         )
 
     return Contender("fp8", bind, lambda x, out: checks.attended(case, rounded(x), out))
+
+
+def own_way(case: cases.Case, precision: str, name: str, copied: bool) -> Contender | Skipped:
+    """The same call where it reads keys and values as they are stored, or a copy of them in bfloat16."""
+    if precision == precisions.BF16:
+        return Skipped(name, "it is of quantised keys and values")
+
+    def bind(x: inputs.Attention) -> Call:
+        scales = x.scales
+
+        def call() -> Tensor:
+            before, attention.COPY = attention.COPY, copied
+            try:
+                result = ops.sparse_attention(x.q, x.k, x.v, x.block_indices, block_size=case["block_size"], **scales)
+            finally:
+                attention.COPY = before
+            assert isinstance(result, Tensor)
+            return result
+
+        return call
+
+    return Contender(name, bind, functools.partial(checks.attended, case))
 
 
 def attention_bytes(case: cases.Case, precision: str) -> int:
