@@ -33,11 +33,13 @@ def test_each_chart_is_a_png_and_an_svg(drawn):
             assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+@pytest.mark.slow  # it draws all charts once more
 def test_other_rows_give_other_bytes(drawn, tmp_path):
     slower = charts.draw([result | {"ms": result["ms"] * 2} for result in everything()], tmp_path)
     assert all(one.read_bytes() != other.read_bytes() for one, other in zip(slower, drawn, strict=True))
 
 
+@pytest.mark.slow  # likewise
 def test_the_same_rows_give_the_same_bytes_whatever_the_settings_of_matplotlib(drawn, tmp_path):
     import matplotlib
 
@@ -152,8 +154,8 @@ def saved(monkeypatch):
 
 
 def test_cards_have_charts_of_their_own(saved, tmp_path):
-    other = [result | {"card": "NVIDIA H200"} for result in everything()]
-    charts.draw([*everything(), *other], tmp_path)
+    some = [result for result in everything() if result["precision"] == "bf16"]
+    charts.draw([*some, *(result | {"card": "NVIDIA H200"} for result in some)], tmp_path)
     assert {"speed_up_nvidia-h200", "speed_up_nvidia-h100-80gb-hbm3", "roofline_nvidia-h200"} <= set(saved)
 
 

@@ -184,6 +184,7 @@ def test_dense_bytes_moves_as_much_as_the_cache_holds(case, made):
 
 
 @pytest.mark.parametrize("pair", precisions.OTHER_PAIRS)
+@pytest.mark.drawn(6)
 def test_any_index_format_goes_with_any_format_of_keys_and_values(pair, case, no_peers):
     prepared = bench.prepare(case, CPU, pair)
     made = prepared.make(0)

@@ -116,6 +116,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "label", "precision"), CASES)
+@pytest.mark.drawn(3)
 def test_ours_and_flashinfer_pass_their_own_checks(op, label, precision, prepared):
     bench = prepared(op, label, precision)
     made = bench.make(0)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from few_specs import copy_specs
 
 from msa_tiles import codegen, paths, spec
 from msa_tiles.cli import main
@@ -189,18 +190,20 @@ def test_targets_and_devices_of_the_index_follow_the_specs() -> None:
 
 class TestCommand:
     def test_writes_then_checks_and_fails_on_drift(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["generate", "--out", str(tmp_path)]) == 0
-        count = len(generated().plans)
-        files = len(set(generated().paths.values()))
+        specs = copy_specs(tmp_path / "specs", ["combine"])
+        made, out = codegen.produce(spec.load(specs)), tmp_path / "out"
+        into = ["generate", "--specs", str(specs), "--out", str(out)]
+        assert main(into) == 0
+        count, files = len(made.plans), len(set(made.paths.values()))
         assert files < count
         assert f"{count} kernels, {files + 1} files written, 0 unchanged" in capsys.readouterr().out
-        assert main(["generate", "--out", str(tmp_path), "--check"]) == 0
+        assert main([*into, "--check"]) == 0
         assert f"{count} kernels are what their specs say" in capsys.readouterr().out
-        path = generated().paths[generated().plans[0].cell]
-        changed = tmp_path / path
+        path = made.paths[made.plans[0].cell]
+        changed = out / path
         changed.write_text(changed.read_text() + "BY_HAND = 1\n")
-        (tmp_path / "tilelang" / "left_over.py").write_text("")
-        assert main(["generate", "--out", str(tmp_path), "--check"]) == 1
+        (out / "tilelang" / "left_over.py").write_text("")
+        assert main([*into, "--check"]) == 1
         complaints = capsys.readouterr().err
         assert f"{path} does not match its own digest" in complaints
         assert "tilelang/left_over.py is an orphan" in complaints

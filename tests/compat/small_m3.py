@@ -11,10 +11,19 @@ import rounding
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
-modeling = pytest.importorskip(
-    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", reason="this transformers has no MiniMax-M3"
-)
+
+class _Imported:
+    """A module that is imported when it is first asked for something, not by all that collect its tests."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name, self._reason = name, reason
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pytest.importorskip(self._name, reason=self._reason), name)
+
+
+transformers = _Imported("transformers", "the package transformers is not installed")
+modeling = _Imported("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", "this transformers has no MiniMax-M3")
 
 VOCABULARY, HIDDEN = 97, 32
 # Two runs select the same blocks where the scores on both sides of a choice differ by more than this: ten times what

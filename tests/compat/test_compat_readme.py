@@ -40,7 +40,9 @@ def test_modules_and_functions_of_the_table_exist() -> None:
 
 
 def test_transformers(tmp_path: Path) -> None:
-    from compat.small_m3 import small_model  # skips where transformers is absent
+    from compat.small_m3 import modeling, small_model
+
+    assert modeling.MiniMaxM3VLIndexer  # else skipped
 
     small_model().save_pretrained(tmp_path)
     block = example("transformers")

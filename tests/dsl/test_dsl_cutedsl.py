@@ -74,6 +74,7 @@ def rank(scores: cute.Tensor, valid: cute.Tensor, out: cute.Tensor, init: Int32,
 
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize(("k", "init", "local"), [(8, 0, 1), (5, 1, 2), (3, 4, 4), (1, 0, 0)])
+@pytest.mark.drawn(5)
 def test_a_list_holds_the_best(order: int, k: int, init: int, local: int) -> None:
     generator = torch.Generator().manual_seed(k)
     scores = torch.randint(-3, 4, (200, 23), generator=generator).float()

@@ -68,6 +68,7 @@ def test_parts_are_added(heads: int, group: int, topk: int, total_k: int, tasks:
     torch.testing.assert_close(values_of(sums), wanted_sums, equal_nan=True)
 
 
+@pytest.mark.slow  # beside it, test_parts_are_added
 def test_many_tasks_of_a_block_share_its_rows() -> None:
     """More further tasks than lanes, between others, and fewer keys than tasks."""
     kernel, _ = kernel_of("merge_gradients", 64)

@@ -286,7 +286,7 @@ def wanted_of(case: Case, queries: Tensor, blocks: list[QuantizedTensor]) -> Ten
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_block_maxima(stand_ins: None, formats: dict[str, types.ModuleType], name: str) -> None:
     """Of every query of several requests, as exact as float32 is; each stage goes back once."""
     case = CASES[name]

@@ -136,7 +136,7 @@ def check(name: str, seed: int, change: Callable[[Table], Table] = lambda table:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_consumer_reduces_every_block(name: str, seed: int) -> None:
     check(name, seed)
 
@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_a_table_that_does_not_fit_the_roles(name: str, fault: str) -> None:
     pipeline, changes = FAULTS[fault]
     with pytest.raises((Deadlock, AssertionError)):

@@ -236,6 +236,7 @@ def check(seed: int, change: Callable[[Table], Table] = lambda table: table) -> 
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.drawn(1)
 def test_every_chunk_is_graded_and_stored(seed: int) -> None:
     check(seed)
 

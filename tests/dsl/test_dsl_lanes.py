@@ -98,6 +98,7 @@ def test_the_best_blocks(op: str, case: tuple[str, int, int, int, int, int, int]
     assert torch.equal(got, reference.topk_select(score, k, num_kv_heads=1, num_valid_blocks=valid, **forced))
 
 
+@pytest.mark.slow  # beside it, test_the_threshold
 def test_the_longest_row() -> None:
     score = scores_of("special", (1, 1, 16384))
     valid = torch.tensor([16384], dtype=torch.int32)
@@ -167,7 +168,7 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool, th
 
 @pytest.mark.parametrize("requests", [1, 3, 40, 70])
 @pytest.mark.parametrize("ctas", [1, 7, 66])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_decode_score_shares_out_every_block(requests: int, ctas: int) -> None:
     """Runs differ by one unit at most; together they hold each block of each tile of each request once, in order."""
     module = kernel_of("decode_score")

@@ -46,7 +46,7 @@ def names_in(expression: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_strides_have_64_bits_and_long_axes_come_first(cell: Cell) -> None:
     for variant in variants(cell):
         function = cell.function(**variant)
@@ -65,6 +65,7 @@ def test_strides_have_64_bits_and_long_axes_come_first(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("op", ["combine", "gradient_rows"])
+@pytest.mark.drawn(1)
 def test_the_host_code_cuts_no_stride(op: str) -> None:
     """What lowering makes of them: read as 64 bits, handed to the kernel as 64 bits."""
     (cell,) = (cell for cell in CELLS if cell.op == op and cell.target == "sm90")

@@ -398,7 +398,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_fault_shows(fault: str) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text()

@@ -185,6 +185,7 @@ def test_shapes_are_known_without_data(op):
     assert all(x.is_meta for x in fake)
 
 
+@pytest.mark.slow  # beside it, test_first_calls_import_nothing_slow
 def test_operators_on_the_cpu_load_no_dsl():
     script = (
         "import sys, torch; from msa_tiles import ops; "

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ops.calls import BLOCK, OPERATORS, TERMS, WITH_OFFSETS, call, paged
 from reference.batches import Batch, batches
 from rounding import close
+from seeds import examples
 
 from msa_tiles import cli, ops
 from msa_tiles.call.where import Where
@@ -46,7 +47,9 @@ def batches_of_shards(draw):
 
 
 random_shards = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -17,6 +17,7 @@ from ops.test_ops_training import gradients, module, same
 from ops.training_calls import call, place, tensors
 from reference.batches import batches, selections
 from rounding import close
+from seeds import examples
 
 from msa_tiles import ops, reference
 from msa_tiles.call import backends
@@ -25,7 +26,9 @@ from msa_tiles.launch import attention, backward, dense, kl, lookup, schedules
 from msa_tiles.runtime import NoKernelError
 
 RANDOM = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

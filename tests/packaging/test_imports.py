@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,8 +65,13 @@ def part_of(module: Path) -> str:
     return "skeletons" if "skeletons" in relative.parts else relative.parts[0]
 
 
-def imported(module: Path) -> Iterator[str]:
+@functools.cache
+def imported(module: Path) -> tuple[str, ...]:
     """Absolute names of everything a file imports, anywhere in it."""
+    return tuple(_imported(module))
+
+
+def _imported(module: Path) -> Iterator[str]:
     package = ["msa_tiles", *module.relative_to(PACKAGE).parent.parts] if module.is_relative_to(PACKAGE) else []
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
@@ -137,12 +143,22 @@ def module_name(module: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def top_level(module: Path) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The imports of a file at its top level, and those in a condition there, for types alone."""
+    body = ast.parse(module.read_text()).body
+    inner = [part for node in body if isinstance(node, ast.If) for part in node.body]
+    plain, guarded = (
+        [node for node in part if isinstance(node, ast.Import | ast.ImportFrom)] for part in (body, inner)
+    )
+    return plain, guarded
+
+
 def modules_behind(module: Path, known: set[str], types: bool) -> set[str]:
     """The modules of the package that a file imports at its top level, or also for its ``types`` alone."""
-    tree = ast.parse(module.read_text())
-    guarded = [part for node in tree.body if types and isinstance(node, ast.If) for part in node.body]
+    plain, guarded = top_level(module)
     found = set()
-    for node in [*tree.body, *guarded]:
+    for node in [*plain, *(guarded if types else ())]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

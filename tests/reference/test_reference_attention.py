@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import dense, magnitudes
 from reference.batches import DTYPES, batches, selections
 from rounding import close, softmax_terms
+from seeds import examples
 
 from msa_tiles import reference
 from msa_tiles.reference import schedule as schedule_module
@@ -19,7 +20,7 @@ from msa_tiles.reference import schedule as schedule_module
 FORMS = pytest.mark.parametrize("form", [reference, reference.plain], ids=["blockwise", "plain"])
 BLOCK_SIZES = st.sampled_from([4, 64, 128])
 STORAGES = ("flat", "used", "paged", "interleaved")
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=examples(40), deadline=None)
 TERMS = 500  # keys of a row, and what scores of about 10 are off by
 
 
@@ -194,6 +195,7 @@ def test_a_block_that_every_query_reads_is_cut(monkeypatch):
     close(out, reference.plain.sparse_attention(q, k, v, ids, block_size=16), terms=TERMS)
 
 
+@pytest.mark.slow  # beside it, shorter ones
 def test_sixteen_thousand_tokens():
     """A long sequence, some of its rows checked one by one against a softmax over their keys."""
     tokens, heads, dim, topk = 16384, 2, 128, 16

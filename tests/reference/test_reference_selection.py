@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import dense, magnitudes
 from reference.batches import DTYPES, batches
 from rounding import close
+from seeds import examples
 
 from msa_tiles import reference
 from msa_tiles.reference import indexer
@@ -21,7 +22,7 @@ BLOCK_SIZES = st.sampled_from([4, 64, 128])
 ORDERS = st.sampled_from(["ascending", "score", "local_last"])
 # Few distinct values, so that ties are the rule, and everything that comparisons trip over.
 SCORES = st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan])
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=examples(40), deadline=None)
 
 
 @FORMS

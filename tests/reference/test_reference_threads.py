@@ -150,6 +150,7 @@ def test_attention_is_as_fast_on_torchs_threads_as_on_one() -> None:
     ("queries", "keys", "heads", "kv_heads"),
     [(256, 16384, 16, 1), pytest.param(1024, 16384, 64, 4, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow  # it times torch's attention
 def test_attention_is_not_slower_than_torchs_with_a_mask(queries: int, keys: int, heads: int, kv_heads: int) -> None:
     """An eighth of the products of torch's attention, on one thread against two."""
     q, k, v, ids = last_queries(queries, keys, heads, kv_heads, topk=16)

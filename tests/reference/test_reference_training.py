@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from reference import differentiable, magnitudes
 from reference.batches import DTYPES, Batch, batches, selections
 from rounding import close, softmax_terms
+from seeds import examples
 
 from msa_tiles import reference
 from msa_tiles.reference import pieces
 
 FORMS = pytest.mark.parametrize("form", [reference, reference.plain], ids=["blockwise", "plain"])
-FEW = settings(max_examples=30, deadline=None)
+FEW = settings(max_examples=examples(30), deadline=None)
 TERMS = 1000  # keys and queries of a result, and what scores of about 10 are off by
 GROUPS = st.sampled_from([1, 2, 4, 8, 16])
 TOPKS = st.sampled_from([1, 4, 8, 16, 32])

@@ -60,6 +60,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "option", "typed", "meant"), TYPED)
+@pytest.mark.drawn(12)
 def test_a_typo_is_refused_with_what_was_meant(
     command: str, option: str, typed: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,6 +184,7 @@ RECORDS = {
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+@pytest.mark.drawn(10)
 def test_a_torn_record_is_named(
     record: str,
     command: list[str],

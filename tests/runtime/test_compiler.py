@@ -209,6 +209,7 @@ def hold_lock(root: str, seconds: float, ready, released) -> None:  # type: igno
         Path(root, "released").touch()
 
 
+@pytest.mark.slow  # beside it, TestManyAtOnce of test_cache.py
 def test_one_key_is_locked_across_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready, released = context.Event(), context.Event()

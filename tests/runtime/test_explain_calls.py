@@ -203,6 +203,7 @@ def test_memory_of_values_is_not_touched() -> None:
           for label in cases.labels(op) if cases.find(op, label).num_q > 1),
     ],
 )  # fmt: skip
+@pytest.mark.drawn(12)
 def test_the_roofline_is_that_of_the_benchmarks(op: str, label: str) -> None:
     case = cases.find(op, label)
     told = msa_tiles.explain(getattr(ops, op), **arguments_of(op, queries=case.num_q, keys=case.num_k), device="sm90")

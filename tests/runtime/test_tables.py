@@ -68,6 +68,7 @@ RESIDENT = re.compile(r"min_blocks_per_mp=(\w+),|annotate_min_blocks_per_sm\((\w
 
 
 @pytest.mark.parametrize("name", [cell.id for cell in default_registry().cells if RESIDENT.search(text_of(cell))])
+@pytest.mark.drawn(10)
 def test_as_many_thread_blocks_fit_as_the_kernel_counts_on(name: str) -> None:
     """Nothing else would say that only one fits: the kernel runs, at half its speed."""
     [cell] = [cell for cell in default_registry().cells if cell.id == name]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_specs import copy_specs
 
 import msa_tiles
 from msa_tiles import cli, ops, paths, trees
@@ -71,6 +72,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["generate", "--tree", str(directory)]) == 0
     assert list(map(contents, shipped)) == before, "the installation was written to"
     return directory
+
+
+@pytest.fixture
+def few(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installation's specs are those of the smallest operator, so that generating takes no time."""
+    specs = copy_specs(tmp_path_factory.mktemp("few") / "specs", ["combine"])
+    monkeypatch.setattr(paths, "specs_dir", lambda: specs)
 
 
 @pytest.fixture(autouse=True)
@@ -303,6 +311,7 @@ def test_evidence_is_of_the_highest_tree_that_knows_the_digest(tree: Path, tmp_p
     assert CELL not in evidence.compiled_of(default_registry()) or default_registry() is not registry
 
 
+@pytest.mark.usefixtures("few")
 def test_evidence_beneath_is_not_that_of_a_kernel_of_the_tree(tmp_path: Path) -> None:
     """The code may be the same where points or tolerances are others: nobody has run or compiled those."""
     spec = paths.specs_dir() / "operators/combine.yaml"
@@ -376,6 +385,7 @@ def test_a_target_without_kernels_is_told_what_it_lacks(capsys: pytest.CaptureFi
     assert "kernels of sm103 are generated into a tree of your own alone: --tree DIR" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few")
 def test_a_hand_edit_of_a_target_that_lies_beneath_is_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path), "--target", "sm103", "--op", "combine"]) == 0
     kernel = tmp_path / "generated/cutedsl/sm103/combine_bf16.py"
@@ -386,6 +396,7 @@ def test_a_hand_edit_of_a_target_that_lies_beneath_is_drift(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("text", ["{", '{"targets": {}, "formats": {}, "precisions": {}, "cells": [{"id": "a"}]}'])
+@pytest.mark.usefixtures("few")
 def test_a_damaged_index_is_written_anew(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the kernels of targets on request that lie in the tree, though nothing but their headers tells of them."""
     one = ["--tree", str(tmp_path / "a")]
@@ -462,6 +473,7 @@ def test_what_a_tree_declares_no_longer_goes(tree: Path, tmp_path: Path, capsys:
     assert cli.main(["generate", "--check", "--tree", str(own)]) == 0
 
 
+@pytest.mark.usefixtures("few")
 def test_trees_on_one_another_are_checked_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     low, high, empty = tmp_path / "low", tmp_path / "high", tmp_path / "empty"
     combine = "cutedsl/simt/combine.py"
@@ -485,12 +497,14 @@ def test_trees_on_one_another_are_checked_one_by_one(tmp_path: Path, capsys: pyt
     assert f"{low}/generated/cutedsl" in complaints
 
 
+@pytest.mark.usefixtures("few")
 def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("few")
 def test_a_skeleton_of_a_tree_replaces_the_shipped_one_of_its_cells_alone(tmp_path: Path) -> None:
     name = "cutedsl/simt/combine.py"
     text = (SKELETONS / name).read_text()

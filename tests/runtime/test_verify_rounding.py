@@ -11,6 +11,7 @@ import functools
 
 import pytest
 import torch
+from seeds import examples
 from torch import Tensor
 
 from msa_tiles import paths, reference, spec
@@ -20,7 +21,7 @@ from msa_tiles.verify import inputs, operators
 from msa_tiles.verify.cases import Case, Disagreement, cases
 
 CPU = torch.device("cpu")
-SEEDS = range(40)
+SEEDS = range(examples(40))
 
 
 @functools.cache

@@ -88,6 +88,7 @@ def test_a_slice_of_a_larger_id_buffer() -> None:
 
 
 @pytest.mark.parametrize("pages_per_block", [1, 4])
+@pytest.mark.drawn(1)
 def test_interleaved_pages_with_real_strides_and_minus_one_as_a_page(pages_per_block: int) -> None:
     """Unused entries are -1 or name pages of NaN, and so is the unused tail of the last page."""
     call = Call([(3, 70), (6, 100)], seed=3, pages_per_block=pages_per_block, shortened=True)
@@ -179,6 +180,7 @@ def test_every_token_has_its_own_number_of_blocks() -> None:
     assert counts[0].tolist() == [0, 1, 8, 5, 2, 8, 0]
 
 
+@pytest.mark.slow  # beside it, three heads in test_simulator_kernels.py
 def test_head_counts_that_are_no_powers_of_two() -> None:
     score = torch.randn(6, 3, 70, generator=torch.Generator().manual_seed(11))
     rank(score, 32, heads=6, init_blocks=1, local_blocks=2)
@@ -194,6 +196,7 @@ def test_unordered_ids_keep_the_causal_mask_of_the_last_block() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.drawn(2)
 def test_lengths_around_a_block(length: int) -> None:
     call = Call([(length, length)], seed=length)
     check(call, *inputs(call), torch.tensor([[[1, 0]] * length], dtype=torch.int32))

@@ -61,6 +61,7 @@ def attend(kernel: Any, seed: int, late: bool = True) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("late", [True, False])
+@pytest.mark.drawn(6)
 def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> None:
     attend(planted("small_attention", tmp_path).attention(), seed, late)
 

@@ -174,7 +174,7 @@ def test_a_key_that_is_nan_counts_for_nobody(name: str, op: str) -> None:
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("shared", [False, True])
 @each_format
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_nan_reaches_who_sees_it(name: str, shared: bool, which: str) -> None:
     """A group whose scale is NaN, in a block that queries read: some of them see its row and some do not."""
     precision = {"nvfp4": "q16kv4", "mxfp4": "q16kvmx4"}[name]

@@ -58,6 +58,7 @@ def test_heads_take_turns_where_longer_windows_spare_reads() -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
+@pytest.mark.drawn(1)
 def test_each_role_waits_for_the_partial_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: int) -> None:
     cell = next(cell for cell in CELLS if cell.dsl == "tilelang")
     wait = " " * 20 + "if turn == 0:\n" + " " * 24 + "T.pdl_sync()\n"

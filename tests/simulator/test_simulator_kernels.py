@@ -957,7 +957,7 @@ CELLS = default_registry().select(dsl="tilelang")
     [pytest.param(cell, case, id=f"{cell.id}-{case}") for cell in CELLS for case in CASES[name_of(cell)]],
 )
 @pytest.mark.matrix
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_a_generated_kernel_is_right(cell: Cell, case: str) -> None:
     call, arguments = CASES[name_of(cell)][case]
     (calls,) = [calls for calls in MODULES if hasattr(calls, name_of(cell))]

@@ -141,6 +141,7 @@ def test_without_a_fault_no_row_comes_out_wrong() -> None:
         ("if kept[0] > 0:", "if kept[0] > 1000:"),
     ],
 )
+@pytest.mark.drawn(4)
 def test_a_wrong_choice_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
     function = faulty(monkeypatch, tmp_path, old, new)
     try:

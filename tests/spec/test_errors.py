@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from seeds import examples
 
 from msa_tiles import paths
 from msa_tiles.spec import SpecError, load
@@ -222,7 +223,7 @@ CONSEQUENCES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.drawn(50)
+@pytest.mark.drawn(25)
 def test_mistake(name: str, specs: Path) -> None:
     file, old, new, offset, sentence = MISTAKES[name]
     text = (specs / file).read_text()
@@ -401,7 +402,7 @@ NASTY = (
     *("{a: 1}", "[1, 2]", "[[1]]", "2**9", "topk", "head_dim / 3", "head_dim - 1000", "<<", "=", "2026-11-29", "1:30"),
     *("q16kv8", "{{x}}", "5e-324", "-0.0", "not 1", "1 if 0 else 2", "0 // 0", "(1", "9" * 300, "*a", "&a 1", "? 1"),
 )
-DRAWS = 40
+DRAWS = examples(40)
 
 
 def test_whatever_stands_in_a_spec_is_a_mistake_or_serves(specs: Path) -> None:

@@ -36,7 +36,7 @@ def specs() -> Specs:
 
 
 MUTATED = [file for file in FILES if Path(file).stem not in WAITING]
-EACH = 1  # changes of each file in a quick run
+FILES_OF_A_RUN, EACH = 8, 1  # of a quick run, and changes of each of them
 
 
 def changes_of(file: str) -> list[Mutation]:
@@ -78,11 +78,11 @@ def test_every_change_is_refused_or_changes_what_is_generated(file: str, specs: 
     check_that_each_is_noticed(file, changes, part, produced(part))
 
 
-def test_some_changes_of_every_file_are_refused_or_change_what_is_generated(specs: Specs) -> None:
-    """What the test above does with all, with a few that are drawn anew in every run."""
+def test_some_changes_are_refused_or_change_what_is_generated(specs: Specs) -> None:
+    """What the test above does with all, with one of a few files each: drawn anew in every run."""
     draw = random.Random(int(os.environ["MSA_TILES_SEED"]))
     whole = produced(specs)
-    for file in MUTATED:
+    for file in draw.sample(MUTATED, FILES_OF_A_RUN):
         part = only_what_reads(file, specs)
         unchanged = whole if part is specs else produced(part)
         check_that_each_is_noticed(file, draw.sample(changes_of(file), EACH), part, unchanged)
