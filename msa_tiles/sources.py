@@ -169,6 +169,14 @@ def operands_of(tree: Path, dsl: str) -> Path:
     return tree / OPERANDS[1:] / dsl
 
 
+def operands_in(text: str) -> dict[str, str]:
+    """The module of each operand that a kernel imports, by the role that it has there."""
+    found = re.findall(
+        rf"^from {re.escape(_HELPERS)}\.\w+{re.escape(OPERANDS)} import (\w+) as (\w+)$", text, re.MULTILINE
+    )
+    return {role: module for module, role in found}
+
+
 def search_operands(tree: Path) -> None:
     """Let operands be found in a tree too, behind those that are found already."""
     for folder in sorted((tree / OPERANDS[1:]).glob("*")):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, trees
 from msa_tiles.commands._options import add_filters, select, show_lacks
+from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.registry import Cell, Registry
+
+KEYS = ("key_value", "index_key")  # the roles that kernels load through operands
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -20,6 +23,11 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     add_filters(parser)
     parser.add_argument(
         "--accuracy", action="store_true", help="the worst error of each output, as verified, instead of the evidence"
+    )
+    parser.add_argument(
+        "--operands",
+        action="store_true",
+        help="which operand module loads the keys of each kernel, and whether its row names it",
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects, with cards, dates and errors")
     parser.set_defaults(func=run)
@@ -30,10 +38,15 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.registry import default_registry
     from msa_tiles.spec import load
 
+    if args.accuracy and args.operands:
+        raise ValueError("--accuracy and --operands are two tables: ask for one of them")
     registry = default_registry()
     # A target without any kernel is no mistake here: what it lacks is shown.
     bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
-    cells = () if not (args.json or args.accuracy) and args.target == bare != [] else select(args, registry)
+    of_kernels = args.json or args.accuracy or args.operands
+    cells = () if not of_kernels and args.target == bare != [] else select(args, registry)
+    if args.operands:
+        return _print_operands(cells, registry, args.json)
     if args.accuracy:
         return _print_accuracy(cells, registry, args.json)
     verified, compiled = evidence.verified_of(registry), evidence.compiled_of(registry)
@@ -71,6 +84,44 @@ def _print_accuracy(cells: Sequence[Cell], registry: Registry, as_json: bool) ->
         for error in found
     ]
     console.table(rows)
+    return 0
+
+
+class Loaded(NamedTuple):
+    """How a kernel gets at its keys, or its keys and values."""
+
+    cell: str
+    role: str
+    format: str
+    operand: str  # a module of msa_tiles.dsl.<dsl>.operands; empty where the kernel loads them by itself
+    named_by: str
+
+
+def loaded_by(cell: Cell, registry: Registry) -> list[Loaded]:
+    """Each role of keys that a kernel reads, with what the kernel's file imports for it."""
+    imported = operands_in(cell.file.read_text(encoding="utf-8"))
+    found = []
+    for role in KEYS:
+        if role not in cell.reads:
+            continue
+        stored = registry.precisions[cell.precision].formats[role]
+        operand = imported.get(role, "")
+        named_by = "the kernel" if not operand else "the row"
+        if operand == registry.formats[stored]["operand"]:
+            named_by = "the format"
+        found.append(Loaded(cell.id, role, stored, operand, named_by))
+    return found
+
+
+def _print_operands(cells: Sequence[Cell], registry: Registry, as_json: bool) -> int:
+    found = [loaded for cell in cells for loaded in loaded_by(cell, registry)]
+    if as_json:
+        console.say(json.dumps([loaded._asdict() for loaded in found], indent=1))
+    elif found:
+        heading = ("cell", "role", "format", "operand", "named by")
+        console.table([heading, *(tuple(field or "-" for field in loaded) for loaded in found)])
+    else:
+        console.say("no kernel that was asked for reads keys")
     return 0
 
 

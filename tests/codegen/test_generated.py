@@ -13,15 +13,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from few_specs import copy_specs
 
 from msa_tiles import codegen, paths, spec
 from msa_tiles.cli import main
+from msa_tiles.codegen import emit
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.toolchain import PINS
+from msa_tiles.commands import support
+from msa_tiles.runtime.registry import default_registry
 
 ROOT = Path(__file__).parents[2]
 SPECS = spec.load(paths.specs_dir())
@@ -101,6 +105,59 @@ def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
         for name, values in plan.variants.items():
             assert {point[name] for point in plan.ci} == set(values)
     assert plan.ci[0].items() <= operator.m3.items()
+
+
+def test_support_shows_the_operands_that_generation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files of the kernels, whatever rows and formats say."""
+    taken: dict[str, dict[str, str]] = {}
+    find = emit._operand
+
+    def noted(role: str, plan: codegen.KernelPlan, *where: Any) -> Path:
+        found = find(role, plan, *where)
+        taken.setdefault(plan.cell, {})[role] = found.stem
+        return found
+
+    monkeypatch.setattr(emit, "_operand", noted)
+    codegen.produce(SPECS)
+    registry = default_registry()
+    rows = {f"{op.name}.{row.cell}": row for op in SPECS.operators.values() for row in op.kernels}
+    for cell in registry.cells:
+        shown = support.loaded_by(cell, registry)
+        assert {each.role: each.operand for each in shown if each.operand} == taken.get(cell.id, {}), cell.id
+        for each in shown:
+            named = rows[cell.id].operands.get(each.role)
+            assert (each.named_by == "the row") == (named is not None), each
+            assert named in (None, each.operand)
+    assert {"the row", "the format", "the kernel"} == {
+        each.named_by for cell in registry.cells for each in support.loaded_by(cell, registry)
+    }
+
+
+def test_operands_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["support", "--operands", "--target", "sm90", "--precision", "bf16"]
+    assert main([*chosen, "--op", "select_blocks,sparse_decode"]) == 0
+    heading, *lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [heading[0], heading[-1]] == ["cell", "named by"]
+    assert [[words.strip() for words in line if words] for line in lines] == [
+        ["select_blocks.tilelang.sm90.bf16", "index_key", "bf16", "-", "the kernel"],
+        ["select_blocks.cutedsl.sm90.bf16", "index_key", "bf16", "index_plain", "the row"],
+        ["sparse_decode.tilelang.sm90.bf16", "key_value", "bf16", "plain", "the format"],
+        ["sparse_decode.cutedsl.sm90.bf16", "key_value", "bf16", "plain", "the format"],
+    ]
+    assert main([*chosen, "--op", "select_blocks", "--dsl", "cutedsl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "cell": "select_blocks.cutedsl.sm90.bf16",
+            "role": "index_key",
+            "format": "bf16",
+            "operand": "index_plain",
+            "named_by": "the row",
+        }
+    ]
+    assert main([*chosen, "--op", "combine"]) == 0
+    assert "no kernel that was asked for reads keys" in capsys.readouterr().out
+    assert main([*chosen, "--accuracy"]) == 2
+    assert "--accuracy and --operands are two tables" in capsys.readouterr().err
 
 
 def test_a_precision_without_scales_has_no_part_in_them() -> None:
