@@ -343,9 +343,10 @@ class TestPoints:
         registry = default_registry()
         packed_cells = {job.cell.id for job in points.jobs_of("all", registry, "sm90", "best")}
         for figure in tuned.figures_of(registry.directory):
-            known = {name: ms for name, ms in figure.ms.items() if any(name == c.id for c in registry.cells)}
-            if figure.target == "sm90" and known:
-                assert min(known, key=known.__getitem__) in packed_cells, figure
+            cells = [cell for cell in registry.cells if cell.id in figure.ms]
+            # Where a kernel has changed since, nobody knows which is the faster one.
+            if figure.target == "sm90" and cells and all(map(figure.fresh, cells)):
+                assert min(cells, key=lambda cell: figure.ms[cell.id]).id in packed_cells, figure
 
     def test_they_are_of_the_m3_shape(self) -> None:
         registry = default_registry()
