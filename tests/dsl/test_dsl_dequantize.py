@@ -126,6 +126,12 @@ def test_rows_are_those_of_the_reference(
     check.compare(run(check, precision, module_of(precision)))
 
 
+@pytest.mark.parametrize("precision", FORMATS)
+def test_thread_blocks_have_as_many_tokens_as_the_launch_counts(precision: str) -> None:
+    module = module_of(precision)
+    assert module.ROWS * module.STEPS == dequantize.TOKENS
+
+
 def test_a_write_behind_the_last_key_is_found(dsl: None) -> None:
     check = check_of("q16kv8", [(1, 21), (1, 70)], False, paged=1, head_dim=64, page_size=8)
     module = module_of("q16kv8")

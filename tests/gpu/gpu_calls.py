@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.launch import attention
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.registry import default_registry
 
@@ -36,6 +38,15 @@ class Named:
         """Whether this DSL serves the operator; a decode step counts for its attention."""
         op = "sparse_decode" if name == "msa_decode" else name
         return toolchain.missing(self.backend) is None and bool(default_registry().select(op=op, dsl=self.backend))
+
+
+def reading(copied: bool, op: str) -> Iterator[None]:
+    """For a fixture: calls read quantised keys as they are stored, or prefills of them a copy."""
+    if copied and op != "sparse_attention":
+        pytest.skip("prefill alone reads copies")
+    attention.COPY = copied
+    yield
+    attention.COPY = None
 
 
 class Calls:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gpu_calls import Named
+from gpu_calls import Named, reading
 from torch import Tensor
 
 from msa_tiles import quant, reference
@@ -27,6 +28,12 @@ SERVED = [
 each_kernel = pytest.mark.parametrize(
     ("named", "op"), [pytest.param(*pair, id=f"{pair[1]}-{pair[0].backend}") for pair in SERVED]
 )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["stored", "copied"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prefill both ways."""
+    yield from reading(request.param, request.node.callspec.params.get("op", ""))
 
 
 class Quantised:

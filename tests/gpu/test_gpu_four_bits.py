@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from gpu_calls import reading
 from torch import Tensor
 
 from msa_tiles import ops, reference
@@ -35,6 +37,12 @@ SERVED = sorted(
 each_kernel = pytest.mark.parametrize(("op", "dsl", "name"), SERVED)
 # Flat, pages with scales in two orders, and the pages of two servers in a pool of three layers.
 LAYOUTS = ("flat", "linear", "interleaved", "vllm", "sglang")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["stored", "copied"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prefill both ways."""
+    yield from reading(request.param, request.node.callspec.params.get("op", ""))
 
 
 class Drawn:

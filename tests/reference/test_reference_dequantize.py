@@ -115,6 +115,14 @@ def test_a_scale_of_every_kind() -> None:
         assert torch.equal(v, quant.dequantize(codes, v_scale, torch.bfloat16))
 
 
+def test_it_compiles_as_one_graph() -> None:
+    pool, one = torch.randn(6, 2, 4, 16).to(FP8), torch.ones(())
+    where = {"page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "k_scale": one, "v_scale": one}
+    where["seqused_k"] = torch.tensor([8, 8], dtype=torch.int32)
+    compiled = torch.compile(lambda keys: ops.dequantize_kv(keys, keys, **where), fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(pool), ops.dequantize_kv(pool, pool, **where)))
+
+
 def test_nothing_to_write() -> None:
     one = torch.ones(())
     k, v = ops.dequantize_kv(torch.zeros(0, 2, 16).to(FP8), torch.zeros(0, 2, 16).to(FP8), k_scale=one, v_scale=one)
