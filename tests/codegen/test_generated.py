@@ -84,6 +84,7 @@ def test_generated_files_and_skeletons_are_linted_and_formatted(tool: list[str],
 
 
 @pytest.mark.parametrize("plan", CELLS, indirect=True)
+@pytest.mark.drawn(30)
 def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
     text = generated().files[generated().paths[plan.cell]]
     (cell,) = (cell for cell in generated().index["cells"] if cell["id"] == plan.cell)

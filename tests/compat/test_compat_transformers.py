@@ -48,6 +48,7 @@ def test_prefill(drawn: Drawn) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.drawn(1)
 def test_cached_decode(drawn: Drawn, kind: str) -> None:
     """A prompt, some tokens in one piece, the rest one by one."""
     cache = CACHES[kind](drawn.model.config)

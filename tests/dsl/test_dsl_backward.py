@@ -322,7 +322,7 @@ def check(
     [
         *(pytest.param(64, 64, stages, marks=pytest.mark.slow) for stages in (3, 2)),
         (64, 32, 2),
-        (32, 64, 3),
+        pytest.param(32, 64, 3, marks=pytest.mark.slow),
         (32, 32, 2),
     ],
 )

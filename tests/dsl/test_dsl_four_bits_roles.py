@@ -126,7 +126,7 @@ def check(seed: int, pieces: int, change: Callable[[Table], Table] = lambda tabl
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_consumer_reads_every_block_in_turn(seed: int, pieces: int) -> None:
     check(seed, pieces)
 

@@ -251,7 +251,7 @@ TABLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", TABLES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
     name, changes = TABLES[fault]
     with pytest.raises((AssertionError, Deadlock)):

@@ -88,7 +88,7 @@ LONG_LISTS = [
         *(pytest.param("decode_topk", case, marks=pytest.mark.slow) for case in LONG_LISTS),
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_best_blocks(op: str, case: tuple[str, int, int, int, int, int, int]) -> None:
     kind, heads, blocks, k, order, init, local = case
     score = scores_of(kind, (heads, 3, blocks))

@@ -205,7 +205,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     file = lanes.plant(FAULTS[fault], KERNEL, tmp_path)
     with pytest.raises((Disagreement, IndexError, RuntimeError)):

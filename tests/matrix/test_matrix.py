@@ -68,7 +68,7 @@ def test_what_scales_are_refused_is_asked_of_the_operators() -> None:
 
 @pytest.mark.parametrize("op", ["index_score", "decode_score", "select_blocks", "sparse_attention", "shared_attention",
                                 "sparse_decode", "combine"])  # fmt: skip
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_cell_is_compared_with_torch_on_the_same_inputs(op: str) -> None:
     """In each precision, by the check that `verify` runs on a GPU; an error of more than twice torch's is refused."""
     for precision in dict.fromkeys(cell.precision for cell in REGISTRY.select(op=op)):

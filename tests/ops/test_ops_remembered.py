@@ -181,6 +181,7 @@ CHANGES += [(op, change) for op in REMEMBERING for change in EVERYWHERE]
 
 
 @pytest.mark.parametrize(("op", "change"), CHANGES, ids=[f"{op}-{'-'.join(change)}" for op, change in CHANGES])
+@pytest.mark.drawn(25)
 def test_another_call_is_validated_and_right(op, change, validated):
     arguments = with_buffers(op)
     OPERATORS[op](**arguments)

@@ -1037,6 +1037,7 @@ def test_what_is_not_finite_reaches_who_sees_it(
 
 @pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.drawn(1)
+@pytest.mark.slow  # every simulated call draws an order of its own
 def test_the_order_of_threads_and_copies_does_not_matter(seed: int) -> None:
     sequences = [(66, 150), (3, 20)]
     simulated_selection.select_blocks(

@@ -89,7 +89,7 @@ def test_some_changes_are_refused_or_change_what_is_generated(specs: Specs) -> N
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_unknown_and_duplicate_keys_are_reported_on_their_line(file: str, specs: Specs) -> None:
     root = ROOTS[file]
     part = only_what_reads(file, specs)
