@@ -259,7 +259,8 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
         timed = ", ".join(
             f"{name} {ms:.4g} ms" + ("" if name in fresh else " (another digest)") for name, ms in figure.ms.items()
         )
-        console.say(f"Measured on {figure.card}, {figure.workload}: {timed}")
+        other = "" if figure.precision == call.precision else f", {figure.precision}, which tells the faster DSL"
+        console.say(f"Measured on {figure.card}, {figure.workload}{other}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
 
 

@@ -38,9 +38,10 @@ BEST, BOTH = "best", "both"
 def jobs_of(points: str, registry: Registry, target: str, dsl: str) -> list[Job]:
     """The kernels of `serving`, `training`, `all` or a file, for a target.
 
-    ``dsl`` is a DSL, `both`, or `best`: those DSLs that some committed figure has in front for the operator, and what
-    else its calls need that these do not serve. A file is JSON: a list of objects with `op` and, as far as they are
-    to be narrowed down, `precision`, `dsl` and `variant`, an object of a value or a list of them for each dim.
+    ``dsl`` is a DSL, `both`, or `best`: those DSLs that some committed figure has in front for the operator, in the
+    precision or else in another one, and what else its calls need that these do not serve. A file is JSON: a list of
+    objects with `op` and, as far as they are to be narrowed down, `precision`, `dsl` and `variant`, an object of a value
+    or a list of them for each dim.
 
     Raises ValueError for a file that is not like that, and for points that no kernel has.
     """
@@ -129,12 +130,10 @@ def _wanted(
         return {dsl}
     rivals = {other.dsl: other for other, dims in asked if _alike(other, cell) and dims == variant}
     ran = {rival.id for rival in rivals.values() if evidence.has_run(rival, registry)}
-    figures = [f for f in tuned.figures_of(*registry.directories) if (f.op, f.target) == (cell.op, cell.target)]
-    best = {
-        min(rivals.values(), key=lambda rival: (rival.id not in ran, *tuned.preference(rival, figure))).dsl
-        for figure in figures
-        if not {rival.id for rival in rivals.values()}.isdisjoint(figure.ms)
-    }
+    best = set()
+    for figure in tuned.counting(tuned.figures_of(*registry.directories), rivals.values()):
+        ms = tuned.times(figure, rivals.values())
+        best.add(min(rivals.values(), key=lambda rival: (rival.id not in ran, *tuned.preference(rival, ms))).dsl)
     # Nothing was measured: whichever serves most calls; the order of DSLs decides among equals.
     best = best or {max(rivals.values(), key=lambda rival: (len(rival.features), -DSLS.index(rival.dsl))).dsl}
     served = frozenset().union(*(rivals[name].features for name in best))

@@ -2,8 +2,9 @@
 
 Every cell of the operator looks at the call and answers with a refusal, a sentence, or with the variant that it would
 run. Of those that accept, one that is verified goes before one that is not; then the one runs that was measured to be
-the fastest at the call's size, as committed by `msa-tiles tune`; without figures, one of the DSL that stands first in
-`DSLS`. A kernel that lies in a pack goes before one that would have to be compiled. `backend` names a DSL instead.
+the fastest at the call's size, as committed by `msa-tiles tune`; where none of the precision was, one of the DSL that
+was the faster one in another precision; without figures, one of the DSL that stands first in `DSLS`. A kernel that lies
+in a pack goes before one that would have to be compiled. `backend` names a DSL instead.
 
 Some calls launch kernels of other operators on their way: sparse_attention builds a schedule and merges partial
 results. `backend` holds for these helpers too, where that DSL has a kernel that serves them; elsewhere any DSL's will
@@ -73,7 +74,9 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     """Ask every cell of the operator."""
     candidates = tuple(_ask(cell, call, device, registry, backend) for cell in registry.of(call.op))
     accepting = [candidate for candidate in candidates if candidate.refusal is None]
-    figure = tuned.nearest(tuned.figures_of(*registry.directories), [c.cell.id for c in accepting], call.size)
+    cells = [candidate.cell for candidate in accepting]
+    figure = tuned.nearest(tuned.counting(tuned.figures_of(*registry.directories), cells), call.size)
+    ms = {} if figure is None else tuned.times(figure, cells)
     preferred = _preferred.get()
     chosen = min(
         accepting,
@@ -82,7 +85,7 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
             c.cell.target != device.target,
             len(accepting) > 1 and not evidence.has_run(c.cell, registry),
             c.packed is None,
-            *tuned.preference(c.cell, figure),
+            *tuned.preference(c.cell, ms),
         ),
         default=None,
     )

@@ -7,8 +7,9 @@ and does not set it back, which is why a call from another current device is gua
 Kernels of every DSL are shared libraries with a TVM-FFI function. They name no library of their own, so the runtime of
 their DSL is made visible before; neither DSL is imported for that. Kernels of a pack bring a runtime of their own.
 
-A library loads its device code at its first launch, into variables of its own that no lock of the DSLs guards: first
-launches therefore go one at a time.
+A process loads a library once and keeps it: TVM-FFI writes the module that was made last into a variable of the
+library, where the function looks for its device code, so that a second load would have launches of other threads find a
+module that has none yet, or none any more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from msa_tiles.runtime.registry import Cell
 class Kernel:
     """A compiled kernel on one device. Call it with the positional arguments of its generated file."""
 
-    __slots__ = ("_function", "_index", "_loaded", "cell", "entry", "variant")
+    __slots__ = ("_function", "_index", "cell", "entry", "variant")
 
     def __init__(
         self, cell: Cell, variant: Mapping[str, int], entry: Entry | Packed | Pending, device: torch.device
@@ -41,8 +43,7 @@ class Kernel:
         self.variant = variant
         self.entry = entry
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._loaded = None if isinstance(entry, Pending) else load_function(entry)
-        self._function = self._first_launch
+        self._function = self._first_launch if isinstance(entry, Pending) else load_function(entry)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of the kernel's device, without synchronising."""
@@ -53,27 +54,15 @@ class Kernel:
                 self._function(*args)
 
     def _first_launch(self, *args: Any) -> None:
-        """Launch what no thread has launched, and what may still have been compiled when it was found."""
+        """Launch what was still being compiled when it was found."""
         entry = self.entry
         if isinstance(entry, Pending):  # threads may come here at the same time
             self.entry = entry = entry.wait()
-        with _first:
-            function = self._loaded or load_function(entry)
-            function(*args)
-        self._function = function
+        self._function = load_function(entry)
+        self._function(*args)
 
     def __repr__(self) -> str:
         return f"Kernel({self.cell.id}, {dict(self.variant)}, cuda:{self._index})"
-
-
-def _fresh() -> None:
-    """In a child of a fork, where nobody holds the lock that a thread of the parent may have held."""
-    global _first
-    _first = threading.Lock()
-
-
-_first = threading.Lock()
-os.register_at_fork(after_in_child=_fresh)
 
 
 def load_function(entry: Entry | Packed) -> Any:
@@ -84,17 +73,37 @@ def load_function(entry: Entry | Packed) -> Any:
     """
     if isinstance(entry, Packed):
         return packed.load(entry)
+    library, name = entry.library, entry.meta["function"]
+    with _loading:
+        function = _functions.get((library, name))
+        if function is None:
+            function = _functions[library, name] = _load(entry, name)
+    return function
+
+
+def _load(entry: Entry, name: str) -> Any:
     # Its import asks for CUDA devices, and whoever only asks which kernel would run has to leave them alone.
     import tvm_ffi
 
     _load_runtime(entry.meta["cell"].split(".")[1])
     try:
-        return tvm_ffi.load_module(str(entry.library))[entry.meta["function"]]
+        return tvm_ffi.load_module(str(entry.library))[name]
     except (OSError, RuntimeError, AttributeError, KeyError) as error:
         why = str(error).strip()
         if os.statvfs(entry.directory).f_flag & os.ST_NOEXEC:
             why = f"its file system is mounted noexec; set {VARIABLE} to a directory on another one"
         raise toolchain.ToolchainError(f"the compiled kernel {entry.library} cannot be loaded: {why}") from error
+
+
+def _fresh() -> None:
+    """In a child of a fork, where nobody holds the lock that a thread of the parent may have held."""
+    global _loading
+    _loading = threading.Lock()
+
+
+_loading = threading.Lock()
+_functions: dict[tuple[Path, str], Any] = {}  # for the life of the process
+os.register_at_fork(after_in_child=_fresh)
 
 
 @functools.lru_cache(maxsize=2)

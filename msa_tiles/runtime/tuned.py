@@ -2,9 +2,9 @@
 
 `generated/tuned.json` is written by `msa-tiles tune` on a GPU and committed. Dispatch prefers the kernel that was
 fastest at the measured size nearest to the call's, among those that `msa-tiles verify` saw agree with the reference,
-if any did. A figure of an earlier digest counts too, until `msa-tiles tune`
-runs again: kernels of two DSLs differ by more than one does from its last version. Without figures the order is that of
-`DSLS`.
+if any did. A figure of an earlier digest counts too, until `msa-tiles tune` runs again: kernels of two DSLs differ by
+more than one does from its last version. Where no kernel of a precision was timed, the DSL goes first that was the
+faster one in another precision of the operator; without any figures the order is that of `DSLS`.
 """
 
 from __future__ import annotations
@@ -47,19 +47,33 @@ def bucket(queries: int) -> int:
     return max(queries, 1).bit_length()
 
 
-def nearest(figures: Iterable[Figure], cells: Iterable[str], size: int) -> Figure | None:
-    """Of the figures that time any of these cells, the one whose size is closest to bucket ``size``.
-
-    Of two equally close ones it is the larger.
-    """
-    ids = set(cells)
-    own = [figure for figure in figures if not ids.isdisjoint(figure.ms)]
-    return min(own, key=lambda f: (abs(bucket(f.queries) - size), -f.queries), default=None)
+def nearest(figures: Iterable[Figure], size: int) -> Figure | None:
+    """The figure whose size is closest to bucket ``size``; of two equally close ones the larger."""
+    return min(figures, key=lambda f: (abs(bucket(f.queries) - size), -f.queries), default=None)
 
 
-def preference(cell: Cell, figure: Figure | None) -> tuple[float, int]:
-    """Sorts cells of equal evidence: measured ones first, the fastest first; the others in the default order."""
-    ms = {} if figure is None else figure.ms
+def counting(figures: Iterable[Figure], cells: Iterable[Cell]) -> list[Figure]:
+    """The figures by which to choose among these cells of an operator: theirs, or else those of other precisions."""
+    figures, cells = list(figures), list(cells)
+    own = [figure for figure in figures if any(cell.id in figure.ms for cell in cells)]
+    kinds = {(cell.op, cell.target) for cell in cells}
+    return own or [figure for figure in figures if (figure.op, figure.target) in kinds]
+
+
+def times(figure: Figure, cells: Iterable[Cell]) -> dict[str, float]:
+    """Milliseconds of each cell that has any; of another precision's figure, those of the cell's DSL."""
+    cells = list(cells)
+    if any(cell.id in figure.ms for cell in cells):
+        return dict(figure.ms)
+    of_dsl: dict[str, float] = {}
+    for each, ms in figure.ms.items():
+        dsl = each.split(".")[1]
+        of_dsl[dsl] = min(ms, of_dsl.get(dsl, ms))
+    return {cell.id: of_dsl[cell.dsl] for cell in cells if cell.dsl in of_dsl}
+
+
+def preference(cell: Cell, ms: Mapping[str, float]) -> tuple[float, int]:
+    """Sorts cells of equal evidence by their milliseconds: those with any first, the others in the default order."""
     return ms.get(cell.id, float("inf")), DSLS.index(cell.dsl)
 
 

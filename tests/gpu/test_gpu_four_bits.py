@@ -273,7 +273,8 @@ def test_selections_are_those_of_its_scores(dsl: str, name: str, layout: str, he
     rounded = idx_q.to(torch.float8_e4m3fn)
     scale = torch.tensor([2.0, 1.0, 0.5, 4.0], device=DEVICE).expand(len(rounded), 4)
     found = ops.select_blocks(rounded, idx_k, TOPK, q_scale=scale, backend=dsl, **where)
-    scores = ops.decode_score(rounded.to(torch.bfloat16) * scale[..., None], idx_k, backend=dsl, **given.where)
+    scaled = (rounded.float() * scale[..., None]).to(torch.bfloat16)
+    scores = ops.decode_score(scaled, idx_k, backend=dsl, **given.where)
     assert (found == reference.topk_select(scores, TOPK, **of_scores)).float().mean() > 0.999
 
 

@@ -27,7 +27,8 @@ def figure(queries: int, mine: float, other: float, **changes: object) -> Figure
 
 
 def order(found: Figure | None) -> list[str]:
-    return [cell.dsl for cell in sorted((CELL, OTHER), key=lambda cell: tuned.preference(cell, found))]
+    ms = tuned.times(found, (CELL, OTHER)) if found else {}
+    return [cell.dsl for cell in sorted((CELL, OTHER), key=lambda cell: tuned.preference(cell, ms))]
 
 
 def test_the_fastest_measured_kernel_comes_first() -> None:
@@ -49,14 +50,29 @@ def test_a_kernel_that_was_never_timed_comes_last() -> None:
     assert order(alone) == ["cutedsl", "tilelang"]
 
 
+def test_a_precision_without_figures_goes_by_the_dsl_that_is_faster_in_another() -> None:
+    quantised = [dataclasses.replace(cell, id=f"{cell.id}m8", digest="c" * 16) for cell in (CELL, OTHER)]
+    figures = [figure(1, 1.0, 2.0), figure(32768, 3.0, 2.0), figure(1, 1.0, 5.0, op="another")]
+    for queries, first in ((1, "tilelang"), (32768, "cutedsl")):
+        found = tuned.nearest(tuned.counting(figures, quantised), tuned.bucket(queries))
+        assert found is not None and found.queries == queries
+        ms = tuned.times(found, quantised)
+        assert min(quantised, key=lambda cell: tuned.preference(cell, ms)).dsl == first
+    # Figures of its own go before, though only one of its kernels was timed.
+    own = figure(1, 0.0, 0.0, precision="q8k8", ms={quantised[0].id: 9.0}, digests={})
+    assert tuned.counting([*figures, own], quantised) == [own]
+    assert tuned.times(own, quantised) == {quantised[0].id: 9.0}
+
+
 def test_the_nearest_size_decides() -> None:
     figures = [figure(8, 1.0, 2.0), figure(32768, 2.0, 1.0), figure(1 << 20, 1.0, 2.0, ms={"another": 1.0})]
-    asked = {queries: tuned.nearest(figures, [CELL.id], tuned.bucket(queries)) for queries in
-             (1, 100, 5000, 1 << 20)}  # fmt: skip
+    counting = tuned.counting(figures, [CELL])
+    asked = {queries: tuned.nearest(counting, tuned.bucket(queries)) for queries in (1, 100, 5000, 1 << 20)}
     assert {queries: found.queries for queries, found in asked.items() if found} == {
         1: 8, 100: 8, 5000: 32768, 1 << 20: 32768,
     }  # fmt: skip
-    assert tuned.nearest(figures, ["one that was never timed"], 1) is None
+    never = dataclasses.replace(CELL, id="another.tilelang.sm90.bf16", op="never timed")
+    assert tuned.nearest(tuned.counting(figures, [never]), 1) is None
 
 
 def test_a_new_measurement_replaces_the_old_one(tmp_path: Path) -> None:
