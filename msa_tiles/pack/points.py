@@ -39,9 +39,9 @@ def jobs_of(points: str, registry: Registry, target: str, dsl: str) -> list[Job]
     """The kernels of `serving`, `training`, `all` or a file, for a target.
 
     ``dsl`` is a DSL, `both`, or `best`: those DSLs that some committed figure has in front for the operator, in the
-    precision or else in another one, and what else its calls need that these do not serve. A file is JSON: a list of
-    objects with `op` and, as far as they are to be narrowed down, `precision`, `dsl` and `variant`, an object of a value
-    or a list of them for each dim.
+    precision or else in another one, and what else its calls need that these do not serve. A file is JSON: a list
+    of objects with `op` and, as far as they are to be narrowed down, `precision`, `dsl` and `variant`, an object of a
+    value or a list of them for each dim.
 
     Raises ValueError for a file that is not like that, and for points that no kernel has.
     """

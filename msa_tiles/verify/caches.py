@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops, reference
+from msa_tiles.call.workspace import ALIGNMENT
 from msa_tiles.quant import FP8, GROUPS, PACKED, QuantizedTensor
 from msa_tiles.quant.layouts import TOKENS, shape_in
 from msa_tiles.verify import compare
@@ -155,7 +156,9 @@ def wild_packed(
     groups = GROUPS[format]
     data, scales = page * dim // PACKED, page * dim // groups.size
     slots = strided and page % TOKENS == 0
-    pool = source.whole(0, 256, (number * pages * heads * (data + scales),)).to(torch.uint8)
+    # Values begin where kernels want rows to begin.
+    each = -(-pages * heads * (data + scales) // ALIGNMENT) * ALIGNMENT
+    pool = source.whole(0, 256, (number * each,)).to(torch.uint8)
     made = []
     for number_of in range(number):
         if slots:
@@ -163,7 +166,7 @@ def wild_packed(
             places = number_of * (data + scales), number_of * (data + scales) + data
         else:
             outer = (heads * data, data)
-            begin = number_of * pages * heads * (data + scales)
+            begin = number_of * each
             places = begin, begin + pages * heads * data
         layout = "interleaved" if slots and number_of else "linear"
         shape = shape_in(layout, page, dim // groups.size)

@@ -19,6 +19,7 @@ from msa_tiles import paths, runtime, spec
 from msa_tiles.call import backends
 from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
+from msa_tiles.launch import dequantize
 from msa_tiles.runtime import CallFacts, dispatch, evidence, packs, toolchain
 from msa_tiles.runtime.accuracy import accuracies
 from msa_tiles.runtime.evidence import is_verified, read_verified
@@ -30,8 +31,8 @@ from msa_tiles.verify.cases import Case, Disagreement, cases, smallest
 CPU = torch.device("cpu")
 MOST_QUERIES = 200  # on two cores the larger workloads take minutes
 SPECS = spec.load(paths.specs_dir())
-QUANTISED = [(op, precision) for op in sorted(operators.CHECKS) for precision in SPECS.operators[op].tolerance
-             if precision != "bf16"]  # fmt: skip
+CHECKED = [(op, precision) for op in sorted(operators.CHECKS) for precision in SPECS.operators[op].tolerance]
+QUANTISED = [(op, precision) for op, precision in CHECKED if precision != "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Cas
     return found
 
 
-@pytest.mark.parametrize(("op", "precision"), [*((op, "bf16") for op in sorted(operators.CHECKS)), *QUANTISED])
+@pytest.mark.parametrize(("op", "precision"), CHECKED)
 @pytest.mark.drawn(2)
 def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
     found = small_cases(op, specs, precision)
@@ -538,3 +539,17 @@ class TestRunner:
         results = self.run(grid, tmp_path)
         assert all(result.failure == "out: error 3 at (0, 0), accepted 0.02" for result in results)
         assert read_verified(tmp_path) == {}
+
+
+@pytest.mark.parametrize("cell", default_registry().select(op="dequantize_kv", dsl="cutedsl"), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("strided", [False, True])
+def test_kernels_take_what_cases_of_dequantize_kv_hand_them(cell: Cell, strided: bool) -> None:
+    """Values that began anywhere in a pool were refused on a GPU, where nobody reads them so."""
+    for number, case in enumerate(cases(cell, SPECS)):
+        if case.workload.label in ("medium",):
+            continue
+        check = operators.CHECKS["dequantize_kv"](
+            case, inputs.Source(torch.device("cpu"), number, "normal"), strided, "reference"
+        )
+        facts = dequantize.facts(check.whole, *(buffer.view for buffer in check.buffers()))
+        assert facts.features <= set(cell.features), case
