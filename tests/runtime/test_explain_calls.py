@@ -17,7 +17,7 @@ from msa_tiles.bench import cases
 from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.examples import call_of
-from msa_tiles.launch import windows
+from msa_tiles.launch import attention, windows
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
@@ -252,11 +252,19 @@ def quantised(shape: tuple[int, ...], scale: tuple[int, ...] = ()) -> QuantizedT
     return QuantizedTensor(meta(*shape, dtype=torch.float8_e4m3fn), meta(*scale, dtype=torch.float32))
 
 
-def test_quantised_tensors_find_their_kernels() -> None:
+@pytest.mark.parametrize("copy", [False, True])
+def test_quantised_tensors_find_their_kernels(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that read them, or the one that copies them to BF16 and those of BF16."""
+    monkeypatch.setattr(attention, "COPY", copy)
     call = arguments_of("sparse_attention")
     call |= {name: quantised((4096, KV_HEADS, DIM)) for name in ("k", "v")}
     told = msa_tiles.explain(ops.sparse_attention, **call, device="sm90")
-    assert {kernel.precision for kernel in told.kernels if kernel.op == "sparse_attention"} == {"q16kv8"}
+    found = {
+        kernel.op: kernel.precision for kernel in told.kernels if kernel.op in ("sparse_attention", "dequantize_kv")
+    }
+    assert found == (
+        {"dequantize_kv": "q16kv8", "sparse_attention": "bf16"} if copy else {"sparse_attention": "q16kv8"}
+    )
 
 
 def test_every_reason_of_a_refusal_is_told_at_once() -> None:
