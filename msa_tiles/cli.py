@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from msa_tiles import __version__, console, trees
+from msa_tiles import __version__, console, interrupts, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
 from msa_tiles.commands._options import add_tree, is_target, targets_of
 from msa_tiles.errors import ToolError
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     try:
         with contextlib.ExitStack() as used:
+            used.enter_context(interrupts.insistent())
             for tree in args.tree:
                 used.enter_context(trees.use(tree))
             if any(not is_target(name) for name in getattr(args, "target", None) or ()):

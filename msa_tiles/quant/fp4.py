@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles.quant import layouts, rounding
-from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor
+from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor, require_tensor
 
 # Values that are in work at a time, in float64: near the caches of a CPU, and enough to fill a GPU.
 CHUNK = {"cpu": 1 << 18}
@@ -23,7 +23,7 @@ _Scales = Callable[[Tensor], Tensor]
 def quantize_nvfp4(
     tensor: Tensor, global_scale: Tensor | float | None = None, *, layout: str = "linear"
 ) -> QuantizedTensor:
-    """``tensor`` [..., D], D a multiple of 16 -> e2m1, an e4m3 scale for 16 values, float32 ``global_scale`` [].
+    """``tensor`` [..., T, D], D a multiple of 16 -> e2m1, an e4m3 scale for 16 values, float32 ``global_scale`` [].
 
     A group's scale is its largest magnitude / 6 / global scale, rounded to e4m3, at most 448; elements are
     value / scale / global scale. Both are rounded once, to nearest even, and saturate: the largest number is
@@ -53,7 +53,7 @@ def quantize_nvfp4(
 
 
 def quantize_mxfp4(tensor: Tensor, *, layout: str = "linear") -> QuantizedTensor:
-    """``tensor`` [..., D], D a multiple of 32 -> e2m1 with an e8m0 scale for 32 values.
+    """``tensor`` [..., T, D], D a multiple of 32 -> e2m1 with an e8m0 scale for 32 values.
 
     As OCP's MX formats say: a group's scale is the power of two at or below its largest magnitude, / 4, at least
     2**-127, so that elements beyond 6 of them saturate. Elements are rounded once, to nearest even. Infinity counts as
@@ -69,8 +69,7 @@ def quantize_mxfp4(tensor: Tensor, *, layout: str = "linear") -> QuantizedTensor
 
 
 def _checked(tensor: Tensor, format: str) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor: got {type(tensor).__name__}; wanted a tensor [..., D]")
+    require_tensor("tensor", tensor, "a tensor [..., T, D]")
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
     group = GROUPS[format].size

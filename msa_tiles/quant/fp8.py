@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor
+from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor, require_tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # e4m3's largest number
@@ -22,6 +22,7 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
     """
     if per not in PER:
         raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
+    require_tensor("tensor", tensor)
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
     if per == "head" and tensor.dim() < 3:
@@ -40,6 +41,7 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
 
 def scale_of(largest: Tensor) -> Tensor:
     """The scales, float32 like ``largest``, by which values up to these magnitudes become e4m3; 1 for none."""
+    require_tensor("largest", largest)
     # By a tensor on its device: torch multiplies by the inverse of a plain number there, which is a bit off for some.
     scale = largest / largest.new_full((), LARGEST)
     return torch.where(scale >= LEAST_SCALE, scale, 1.0)
@@ -47,4 +49,5 @@ def scale_of(largest: Tensor) -> Tensor:
 
 def round_fp8(values: Tensor) -> Tensor:
     """float32 values -> e4m3, to nearest even; what is larger becomes the largest number, NaN stays NaN."""
+    require_tensor("values", values)
     return values.clamp(-LARGEST, LARGEST).to(FP8)

@@ -28,6 +28,12 @@ class Groups(NamedTuple):
 GROUPS = {"nvfp4": Groups(torch.float8_e4m3fn, 16, True), "mxfp4": Groups(torch.float8_e8m0fnu, 32, False)}
 
 
+def require_tensor(name: str, value: object, wanted: str = "a tensor") -> None:
+    """Raise TypeError that names an argument which is no tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}; wanted {wanted}")
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """Stored elements and their scales; operators take it in place of a tensor.
@@ -52,6 +58,8 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         if self.format not in DTYPES:
             raise ValueError(f"format: got {self.format!r}; wanted one of {', '.join(map(repr, DTYPES))}")
+        require_tensor("data", self.data)
+        require_tensor("scale", self.scale)
         if self.data.dtype != DTYPES[self.format]:
             raise TypeError(f"data: got dtype {self.data.dtype}; wanted {DTYPES[self.format]} for {self.format!r}")
         groups = GROUPS.get(self.format)
@@ -76,8 +84,7 @@ class QuantizedTensor:
             return
         if groups is None or not groups.has_global:
             raise ValueError(f"global_scale: got a {type(given).__name__}; wanted None for {self.format!r}")
-        if not isinstance(given, Tensor):
-            raise TypeError(f"global_scale: got {type(given).__name__}; wanted a float32 tensor []")
+        require_tensor("global_scale", given, "a float32 tensor []")
         if given.dtype != torch.float32:
             raise TypeError(f"global_scale: got dtype {given.dtype}; wanted torch.float32")
         if given.dim():
@@ -121,8 +128,9 @@ def scale_shape(data: Sequence[int], group: int, layout: str) -> tuple[int, ...]
 def scale_per(scale: Tensor, shape: Sequence[int]) -> str:
     """What a scale of e4m3 values of this shape is kept for: "tensor", "head" or "token_head".
 
-    Raises ValueError when it fits none of them.
+    Raises TypeError for no tensor, and ValueError when it fits none of them.
     """
+    require_tensor("scale", scale)
     if scale.dim() == 0:
         return "tensor"
     if tuple(scale.shape) == tuple(shape[:-1]):
@@ -134,7 +142,7 @@ def scale_per(scale: Tensor, shape: Sequence[int]) -> str:
 
 
 def dequantize(
-    data: Tensor,
+    data: Tensor | QuantizedTensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     *,
@@ -144,8 +152,16 @@ def dequantize(
     """``data`` times its ``scale`` (1 for None), computed in float32 and returned in ``dtype``.
 
     Bytes with scales of e4m3 or e8m0 are nvfp4 or mxfp4, with ``layout`` and ``global_scale`` as in a
-    `QuantizedTensor`. Raises TypeError or ValueError for a scale that does not fit.
+    `QuantizedTensor`, which may also come as ``data``, with all that it has. Raises TypeError or ValueError for a scale
+    that does not fit.
     """
+    if isinstance(data, QuantizedTensor):
+        if scale is not None or global_scale is not None or layout != "linear":
+            raise ValueError("data: got a QuantizedTensor, which has its scales, beside scale, layout or global_scale")
+        return data.dequantize(dtype)
+    require_tensor("data", data, "a tensor, or a QuantizedTensor")
+    if scale is not None:
+        require_tensor("scale", scale)
     if data.dtype == torch.uint8:
         return _of_groups(data, scale, layout, global_scale).to(dtype)
     values = data.to(torch.float32)

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "trees": {"paths", "sources", "errors", "trust"},
     "files": set(),
     "console": set(),
+    "interrupts": set(),
     "names": set(),
     "scoped": set(),
     "spec": {"names"},

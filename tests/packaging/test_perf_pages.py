@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from msa_tiles.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("perf/**/*.md"), ROOT / "CONTRIBUTING.md"])
 
@@ -22,6 +24,12 @@ def test_what_is_written_from_rows_and_evidence_is_what_they_say(
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(ROOT / "perf" / script), run_name="__main__")
     assert left.value.code == 0, capsys.readouterr().err
+
+
+def test_the_readme_expects_what_explain_expects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "sparse_attention", "--queries", "32768", "--device", "sm90"]) == 0
+    _, launches, expected, *_ = capsys.readouterr().out.splitlines()
+    assert f"{launches}\n{expected}\n" in (ROOT / "README.md").read_text(), f"README should have: {expected}"
 
 
 def test_the_log_is_dated_and_in_order() -> None:

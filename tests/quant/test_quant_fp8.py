@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from msa_tiles.quant import FP8, QuantizedTensor, dequantize, quantize_fp8, scale_per
+from msa_tiles.quant import (
+    FP8,
+    QuantizedTensor,
+    dequantize,
+    quantize_fp8,
+    quantize_nvfp4,
+    round_fp8,
+    scale_of,
+    scale_per,
+)
 
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 SCALES = {
@@ -110,3 +119,33 @@ def test_dequantize_takes_what_operators_take():
 def test_what_is_refused(make, error, message):
     with pytest.raises(error, match=re.escape(message)):
         make()
+
+
+QUANTISED = quantize_fp8(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: quantize_fp8(QUANTISED), "tensor: got QuantizedTensor"),
+        (lambda: quantize_fp8([1.0]), "tensor: got list"),
+        (lambda: quantize_nvfp4([1.0]), "tensor: got list"),
+        (lambda: dequantize(3), "data: got int"),
+        (lambda: dequantize(QUANTISED.data, 1.0), "scale: got float"),
+        (lambda: QuantizedTensor(QUANTISED.data, 1.0), "scale: got float"),
+        (lambda: QuantizedTensor([1], QUANTISED.scale), "data: got list"),
+        (lambda: round_fp8([1.0]), "values: got list"),
+        (lambda: scale_of([1.0]), "largest: got list"),
+        (lambda: scale_per(1.0, [3]), "scale: got float"),
+    ],
+)
+def test_what_is_no_tensor_is_named(make, name):
+    with pytest.raises(TypeError, match=re.escape(name)):
+        make()
+
+
+def test_a_quantised_tensor_is_dequantised_whole():
+    made = quantize_nvfp4(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)), 0.5)
+    assert torch.equal(dequantize(made, dtype=torch.bfloat16), made.dequantize(torch.bfloat16))
+    with pytest.raises(ValueError, match="which has its scales"):
+        dequantize(made, made.scale)

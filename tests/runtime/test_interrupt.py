@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from msa_tiles import cli
+from msa_tiles import cli, interrupts
 from msa_tiles.runtime import toolchain
 
 AT_ONCE = 15.0  # seconds, on a machine that does other things too; a kernel of attention takes longer than that
@@ -100,3 +101,43 @@ def test_every_command_ends_with_one_line(
     name = command.__name__.rpartition(".")[2]
     assert cli.main([name, *{"explain": ["combine"], "pack": ["--out", "nowhere"]}.get(name, [])]) == 130
     assert capsys.readouterr() == ("", "msa-tiles: interrupted\n")
+
+
+class Finalised:
+    """What is interrupted as it goes, some times."""
+
+    left = 0
+
+    def __del__(self) -> None:
+        if Finalised.left > 0:
+            Finalised.left -= 1
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_finaliser_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python prints and forgets it; here it comes again, also where that is lost as well."""
+    Finalised.left = 3
+    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupts.insistent():
+        while time.monotonic() - begun < 10:
+            Finalised()
+            time.sleep(0.001)
+    assert Finalised.left == 0 and time.monotonic() - begun < 5
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == (hook, handler)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert "ignored" not in capsys.readouterr().err
+
+
+def test_other_threads_have_no_signals_to_lose() -> None:
+    found: list[bool] = []
+
+    def work() -> None:
+        with interrupts.insistent():
+            found.append(sys.unraisablehook is hook)
+
+    hook = sys.unraisablehook
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True]
