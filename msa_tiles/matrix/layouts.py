@@ -16,6 +16,7 @@ from msa_tiles import ops, trees
 from msa_tiles.explaining import explain
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.quant import GROUPS, QuantizedTensor, layouts
+from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.verify.cases import Case
 
@@ -100,7 +101,11 @@ def _refusal(name: str, dims: tuple[tuple[str, int], ...], scales: str) -> str:
         return str(error)
     asked = {each.cell: each for kernel in found.kernels for each in kernel.asked}
     name = cell.id if cell.id in asked else name.replace(cell.op, op, 1)
-    return (asked[name].refusal or "") if name in asked else "no call asks for it"
+    if name not in asked:
+        return "no call asks for it"
+    refusal, lacking = asked[name].refusal or "", toolchain.missing(cell.dsl)
+    # What is on record holds where a DSL is not installed, too.
+    return "" if lacking is not None and refusal.startswith(lacking) else refusal
 
 
 def _with(value: QuantizedTensor, scales: str) -> QuantizedTensor:

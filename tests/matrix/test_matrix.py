@@ -14,6 +14,7 @@ from msa_tiles.bench import agreement
 from msa_tiles.cli import main
 from msa_tiles.commands import matrix as command
 from msa_tiles.matrix import layouts, picture, report, selection, torch_errors, walk
+from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.spec import load
 from msa_tiles.verify import compare
@@ -92,6 +93,20 @@ def test_a_sample_has_every_layout_of_keys() -> None:
         wanted = {entry.layout.keys for entry in entries() if entry.cell == cell}
         assert [layouts.of_case(case) for case in found] == list(dict.fromkeys(map(layouts.of_case, found)))
         assert set(map(layouts.of_case, found)) == wanted, cell.id
+
+
+def test_what_is_on_record_needs_no_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TileLang is not installed its cells are not refused for that; what they refuse is refused still."""
+    [cell] = REGISTRY.select(op="sparse_decode", dsl="tilelang", precision="q16kv4")
+    there = {str(each): each.refusal for each in layouts.of_cell(cell, REGISTRY)}
+    missing = toolchain.missing
+    monkeypatch.setattr(
+        toolchain,
+        "missing",
+        lambda dsl: "needs tilelang, which is not installed" if dsl == "tilelang" else missing(dsl),
+    )
+    monkeypatch.setattr(layouts, "_refusal", layouts._refusal.__wrapped__)  # not what is remembered
+    assert {str(each): each.refusal for each in layouts.of_cell(cell, REGISTRY)} == there
 
 
 def test_more_than_twice_torchs_error_is_refused() -> None:
