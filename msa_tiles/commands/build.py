@@ -171,8 +171,9 @@ def _jobs(call: str, registry: Registry, target: str) -> list[Job]:
     try:
         return jobs_for(call, registry, target)
     except UnservedError as error:
-        precisions = [] if error.precision == "any" else [error.precision]
-        if remedy := ungenerated(registry, WHOLES.get(error.op, (error.op,)), [target], precisions):
+        launched = WHOLES.get(error.op, (error.op,))
+        precisions = [] if error.precision == "any" else [registry.serving(op, error.precision) for op in launched]
+        if remedy := ungenerated(registry, launched, [target], precisions):
             raise ValueError(f"{error}; {remedy}") from error
         raise
 

@@ -68,6 +68,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from msa_tiles import ops as operators
     from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
@@ -118,11 +119,13 @@ def run(args: argparse.Namespace) -> int:
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries:
         return _rehearse(args, ops, name, device.target, registry)
+    if torch_device.type != "cuda" and args.op in operators.__all__:
+        return _on_reference(args, ops, torch_device, device, registry)
     decisions = {op: _decide(op, args, registry, torch_device, device) for op in ops}
     alone = bool(registry.of(args.op))
     shown = {args.op: decisions[args.op]} if alone else decisions
     if args.json:
-        console.say(json.dumps([_described(decision, registry) for decision in shown.values()], indent=1))
+        console.say(json.dumps([_described(decision, args, registry) for decision in shown.values()], indent=1))
     elif alone:
         _show(decisions[args.op], args, registry)
     else:
@@ -131,6 +134,28 @@ def run(args: argparse.Namespace) -> int:
             console.say()
             _show(decision, args, registry)
     return 0 if all(decision.chosen is not None for decision in shown.values()) else 1
+
+
+def _on_reference(
+    args: argparse.Namespace,
+    ops: Sequence[str],
+    torch_device: torch.device,
+    device: DeviceFacts,
+    registry: Registry,
+) -> int:
+    """A call of tensors that are on no GPU, which no kernel has to serve."""
+    from msa_tiles.call import backends
+    from msa_tiles.explaining.report import REFERENCE
+
+    backends.check(args.backend, torch_device)
+    shown = [args.op] if registry.of(args.op) else ops
+    if args.json:
+        decisions = (_decide(op, args, registry, torch_device, device) for op in shown)
+        described = [_described(decision, args, registry) | {"runs": REFERENCE} for decision in decisions]
+        console.say(json.dumps(described, indent=1))
+    else:
+        console.say(f"{args.op} on {device}\n  runs on {REFERENCE}")
+    return 0
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -156,7 +181,8 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, target: s
         raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
     if set(args.feature) - {"paged"}:
         raise ValueError(f"--feature {','.join(args.feature)}: with --queries only paged can be said; leave one out")
-    cells = [next(iter(registry.select(op, precision=args.precision)), registry.of(op)[0]) for op in reversed(ops)]
+    serving = {op: registry.serving(op, args.precision) for op in reversed(ops)}
+    cells = [next(iter(registry.select(op, precision=each)), registry.of(op)[0]) for op, each in serving.items()]
     dims = {dim: value for cell in cells for dim, value in cell.ci[0].items()} | dict(args.variant)
     if "paged" in args.feature and not dims.get("pages_per_block"):
         dims["pages_per_block"] = 1
@@ -172,7 +198,7 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, target: s
     told = explain(getattr(operators, args.op), **call, **backend, device=name)
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
     if target is not None and not (told.served or args.json):
-        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, args.precision)
+        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, *serving.values())
     return 0 if told.served else 1
 
 
@@ -183,20 +209,25 @@ def _decide(
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts
 
-    cells = registry.of(op)
+    cells, asked = registry.of(op), registry.serving(op, args.precision)
     own = {dim for cell in cells for dim in cell.variants}
     given = {dim: value for dim, value in args.variant if dim in own}
     features = frozenset(args.feature)
     features -= {"k_offset"} if _takes_shards(op) else set()
     # A group stands for the first precision in which the operator has kernels; what reads nothing of it has its own.
-    model = next(iter(registry.select(op, precision=args.precision)), cells[0])
-    named = args.precision in registry.precisions and (op == args.op or registry.select(op, precision=args.precision))
-    precision = args.precision if named else model.precision
+    model = next(iter(registry.select(op, precision=asked)), cells[0])
+    named = asked in registry.precisions and (op == args.op or registry.select(op, precision=asked))
+    precision = asked if named else model.precision
     call = CallFacts(op, torch_device, precision, {**model.ci[0], **given}, features)
     return decide(call, device, registry, args.backend)
 
 
-def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
+def _is_widened(decision: Decision, args: argparse.Namespace, registry: Registry) -> bool:
+    """Whether the kernel is one of another precision than that of the call, whose queries are widened for it."""
+    return decision.call.precision == registry.serving(decision.call.op, args.precision) != args.precision
+
+
+def _described(decision: Decision, args: argparse.Namespace, registry: Registry) -> dict[str, Any]:
     """A decision as `explain --json` prints it."""
     from msa_tiles.runtime import evidence
 
@@ -206,6 +237,7 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
         "device": str(decision.device),
         "target": decision.device.target,
         "precision": decision.call.precision,
+        "widened": _is_widened(decision, args, registry),
         "variant": dict(decision.call.variant),
         "features": sorted(decision.call.features),
         "runs": None if chosen is None else chosen.cell.id,
@@ -228,12 +260,15 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
 
 def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
     """One operator's kernels, as text."""
+    from msa_tiles.explaining.report import widening
     from msa_tiles.runtime import evidence, packs
     from msa_tiles.runtime.compiler import variant_text
 
     call, op = decision.call, decision.call.op
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
     console.say(f"{op} on {decision.device}: {call.precision}, {variant_text(call.variant)}{needs}")
+    if _is_widened(decision, args, registry):
+        console.say(f"  {args.precision}: {widening(call.precision)}")
     if "k_offset" in args.feature and _takes_shards(op):
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
@@ -264,9 +299,9 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
 
 
-def _say_remedy(registry: Registry, ops: Sequence[str], target: str, precision: str) -> None:
+def _say_remedy(registry: Registry, ops: Sequence[str], target: str, *precisions: str) -> None:
     """How kernels come that the target has on request."""
-    if remedy := ungenerated(registry, ops, [target], [precision]):
+    if remedy := ungenerated(registry, ops, [target], precisions):
         console.say(remedy)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from msa_tiles.names import counted
 
+REFERENCE = "the reference in plain torch"  # what calls of CPU tensors run on
 ORIGINS = {"pack": "from the pack {}", "cache": "from the cache", "compile": "compiled on first use"}
 
 
@@ -136,6 +137,11 @@ class Explanation:
         for kernel in self.kernels:
             yield ""
             yield from kernel.lines()
+
+
+def widening(precision: str) -> str:
+    """Says that a call's queries are widened for the kernels of a precision."""
+    return f"queries are widened to bfloat16, for kernels of {precision}"
 
 
 def _time(ms: float) -> str:

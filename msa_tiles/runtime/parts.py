@@ -112,8 +112,9 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     served: set[str] = set()
     copies = False
     for cell in cells:
+        serving = registry.serving(cell.op, precision)
         # Parts that read nothing quantised have one precision for all.
-        if precision in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
+        if serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
             asked.add(cell.op)
             found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}

@@ -24,6 +24,8 @@ INDEX_FORMAT = 2
 Names = str | Collection[str] | None  # of a filter, which nothing and an empty collection leave open
 
 _ROLES = ("query", "key_value", "index_key", "output")
+# Operators whose kernels score every block: queries reach them in bfloat16 where several keys share a byte.
+WIDENING = ("index_score", "select_blocks")
 _AMBIGUOUS = ("uint8",)  # storage of several formats: only a `QuantizedTensor` knows which
 _log = logging.getLogger(__name__)
 
@@ -188,6 +190,16 @@ class Registry:
     def group_of(self, precision: str) -> str:
         """The group of a precision."""
         return self.precisions[precision].group
+
+    def serving(self, op: str, precision: str) -> str:
+        """The precision whose kernels serve calls of an operator in a precision: another one where queries are widened.
+
+        What is no precision, such as a group, stands for itself.
+        """
+        formats = self.precisions[precision].formats if precision in self.precisions else {}
+        if op not in WIDENING or "index_key" not in formats or self.formats[formats["index_key"]]["packed"] == 1:
+            return precision
+        return self.precision_of({"query": "bfloat16", "index_key": formats["index_key"]})
 
     def precision_of(self, storages: Mapping[str, str]) -> str:
         """The first precision whose tensors are stored like that, by role; else a text that says how they are.

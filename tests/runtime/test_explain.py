@@ -7,8 +7,12 @@ import json
 import pytest
 
 from msa_tiles import cli, ops
-from msa_tiles.runtime.parts import PARTS
+from msa_tiles.explaining import explain as rehearse
+from msa_tiles.explaining.examples import call_of
+from msa_tiles.runtime.parts import PARTS, jobs_for
 from msa_tiles.runtime.registry import default_registry
+
+REGISTRY = default_registry()
 
 
 def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -33,6 +37,53 @@ def test_parts_that_read_nothing_quantised_run_in_their_own_precision(capsys: py
     assert status == 0
     assert "\nsparse_decode on NVIDIA H100 80GB HBM3 (sm90): q16kv8" in text
     assert "\ncombine on NVIDIA H100 80GB HBM3 (sm90): bf16" in text
+
+
+@pytest.mark.parametrize("op", ["decode_score", "index_score", "select_blocks"])
+@pytest.mark.parametrize("precision", [name for name, p in REGISTRY.precisions.items() if "index_key" in p.formats])
+def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
+    op: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = call_of(op, {}, [precision], 64, 64, 1, REGISTRY)
+    [launched] = rehearse(getattr(ops, op), **call, device="sm90").kernels
+    serving, widened = REGISTRY.serving(op, precision), "queries are widened to bfloat16, for kernels of"
+    assert launched.cell is not None and launched.precision == serving
+    assert launched.notes == (() if serving == precision else (f"{widened} {serving}",))
+
+    status, text = explain(capsys, op, "--device", "sm90", "--precision", precision)
+    assert status == 0
+    assert f"\nRuns {launched.cell}, from" in text
+    assert (f"\n  {precision}: {widened} {serving}\n" in text) == (serving != precision) == (widened in text)
+    status, text = explain(capsys, op, "--device", "sm90", "--precision", precision, "--json")
+    [told] = json.loads(text)
+    assert (told["runs"], told["precision"], told["widened"]) == (launched.cell, serving, serving != precision)
+
+    [job] = jobs_for(f"{op},precision={precision}", REGISTRY, "sm90")
+    assert job.cell.id == launched.cell
+
+
+def test_queries_are_widened_where_several_keys_share_a_byte() -> None:
+    assert REGISTRY.serving("select_blocks", "q8k4") == REGISTRY.serving("index_score", "q8k4") == "q16k4"
+    assert REGISTRY.serving("index_score", "q8kmx4") == "q16kmx4"
+    assert REGISTRY.serving("decode_score", "q8k4") == "q8k4"
+    assert REGISTRY.serving("select_blocks", "q8k8") == "q8k8"
+    assert REGISTRY.serving("select_blocks", "nvfp4") == "nvfp4"
+
+
+@pytest.mark.parametrize("op", ["sparse_attention", "build_schedule", "msa_decode"])
+def test_calls_of_cpu_tensors_run_on_the_reference(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [] if op == "build_schedule" else ["--queries", "16"]
+    answers = [explain(capsys, op, "--device", "cpu", *more) for more in ([], sizes)]
+    assert answers == [(0, f"{op} on cpu (no GPU)\n  runs on the reference in plain torch\n")] * 2
+    status, text = explain(capsys, op, "--device", "cpu", "--json")
+    assert status == 0
+    assert {each["runs"] for each in json.loads(text)} == {"the reference in plain torch"}
+
+
+def test_no_kernel_of_a_dsl_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "combine", "--device", "cpu", "--backend", "tilelang")
+    assert status == 2
+    assert "backend: got 'tilelang' for tensors on cpu; wanted 'auto' or 'reference'" in text
 
 
 def test_a_call_that_nobody_serves_in_one_part_fails(capsys: pytest.CaptureFixture[str]) -> None:
