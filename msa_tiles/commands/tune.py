@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec import load
 
     registry = default_registry()
-    trees.require_own(registry.directory)
     cells = select(args, registry)
     operators = load(*trees.specs_dirs()).operators
     labels = {cell.op: [workload.label for workload in operators[cell.op].bench] for cell in cells}
     names.check("--workload", args.workload, [label for known in labels.values() for label in known])
     seconds("--seconds", args.seconds)
-    refuse_unwritable("the record", registry.directory / tuned.TUNED, directory=False)
     device = cuda_device("--device", args.device, "kernels can only be timed on one")
+    trees.require_own(registry.directory)
+    refuse_unwritable("the record", registry.directory / tuned.TUNED, directory=False)
     facts = device_facts(device, registry.targets.values())
     # Rivals are cells whose tensors are stored alike, whatever they multiply in.
     rivals: dict[tuple[str, ...], list[Cell]] = {}

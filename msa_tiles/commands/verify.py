@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--processes is {args.processes}; with --smallest and --sanitizer it is 1")
     if args.sanitizer:
         return _sanitized(args, {cell.dsl for cell in cells})
+    device = cuda_device("--device", args.device, "kernels can only be verified on one")
     if not args.smallest:
         trees.require_own(registry.directory)
         refuse_unwritable("the record", registry.directory / evidence.VERIFIED, directory=False)
-    device = cuda_device("--device", args.device, "kernels can only be verified on one")
     facts = device_facts(device, registry.targets.values())
     verified = evidence.verified_of(registry)
     there = on_target(cells, facts, args)

@@ -157,7 +157,7 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
                 artifact = tilelang.lower(kernel, target=cuda, enable_host_codegen=True, enable_device_compile=True)
             artifact.rt_mod.export_library(str(staged / LIBRARY))
         except Exception as error:
-            raise CompileError(f"{where}: {_end_of(error)}") from error
+            raise CompileError(f"{where}: {_refusal(error, 'tilelang', arch)}") from error
     if len(cubins) != 1:
         raise CompileError(f"{where}: {len(cubins)} device images came out, wanted one")
     (staged / CUBIN).write_bytes(cubins[0])
@@ -171,9 +171,20 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
 def _end_of(error: Exception) -> str:
     """What a compiler says in the end: TileLang puts the whole source in front."""
     text = str(error)
-    if isinstance(error, KeyError) or not text:  # a key alone says nothing, such as an arch that CuTe DSL does not know
+    if isinstance(error, KeyError) or not text:  # a key alone says nothing
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"
+
+
+def _refusal(error: Exception, dsl: str, arch: str) -> str:
+    """The same, but of an architecture that the compiler does not know, which CuTe DSL says by a key alone."""
+    known = toolchain.architectures(dsl)
+    # nvcc lists architectures without the letter of their own instructions.
+    if not known or arch in known or (dsl == "tilelang" and arch.rstrip("af") in known):
+        return _end_of(error)
+    name = {"tilelang": "nvcc", "cutedsl": "CuTe DSL"}[dsl]
+    version = toolchain.compiler_version(dsl)
+    return f"{name} {version} does not know the architecture {arch} of the target; it knows {', '.join(known)}"
 
 
 def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
@@ -193,7 +204,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
             _for_every_host(compiled.ir_module)
             compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
         except Exception as error:
-            raise CompileError(f"{where}: {_end_of(error)}") from error
+            raise CompileError(f"{where}: {_refusal(error, 'cutedsl', arch)}") from error
         _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
         (staged / CUBIN).write_bytes(compiled.__cubin__)
         (staged / SOURCES["cutedsl"]).write_text(compiled.__ptx__)

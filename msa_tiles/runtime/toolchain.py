@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -136,6 +137,17 @@ def compiler_version(dsl: str) -> str | None:
     if dsl == "tilelang":
         return nvcc_version()
     return None if missing(dsl) else f"{_installed('nvidia-cutlass-dsl')}.{cutedsl_runtime().parent.parent.name}"
+
+
+def architectures(dsl: str) -> tuple[str, ...]:
+    """Those that the DSL's compiler makes code for, such as `sm_90`; empty where it does not say."""
+    if dsl == "tilelang":
+        nvcc = find_nvcc()
+        listed = nvcc and subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False)
+        return tuple(re.findall(r"\bsm_\w+", listed.stdout)) if listed else ()
+    with contextlib.suppress(ImportError, AttributeError):
+        return tuple(importlib.import_module("cutlass.base_dsl.enums").Arch.__members__)
+    return ()
 
 
 def require_compiler(dsl: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from msa_tiles.runtime import compile_count, compiler, toolchain
 from msa_tiles.runtime.cache import Cache, Entry, default_root
 from msa_tiles.runtime.compiler import CompileError, cache_key, compile_variant, find_compiled
 from msa_tiles.runtime.launch import load_function
-from msa_tiles.runtime.registry import Cell, Registry, Target
+from msa_tiles.runtime.registry import Cell, Registry, Target, default_registry
 from msa_tiles.runtime.toolchain import ToolchainError
 
 
@@ -188,9 +189,24 @@ def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: P
 
 
 def test_an_error_that_is_a_key_alone_says_what_it_is() -> None:
-    """CuTe DSL raises one for an architecture that it does not know."""
     assert compiler._end_of(KeyError("sm_91a")) == "KeyError: 'sm_91a'"
     assert compiler._end_of(ValueError("a sentence")) == "a sentence"
+
+
+@pytest.mark.parametrize(("dsl", "name"), [("tilelang", "nvcc"), ("cutedsl", "CuTe DSL")])
+def test_an_architecture_that_the_compiler_does_not_know_is_named(
+    dsl: str, name: str, tmp_path: Path, nvcc: Path
+) -> None:
+    if reason := toolchain.missing(dsl):
+        pytest.skip(reason)
+    [cell] = default_registry().select("combine", dsl, "sm90")
+    version = re.escape(toolchain.compiler_version(dsl) or "")
+    known = rf"{name} {version} does not know the architecture sm_95a of the target; it knows sm_\d+, .*sm_90, "
+    with pytest.raises(CompileError, match=rf"^{re.escape(cell.id)} head_dim=64: {known}") as caught:
+        compile_variant(cell, {"head_dim": 64}, "sm_95a", Cache(tmp_path))
+    assert "KeyError" not in str(caught.value)
+    for arch in ("sm_90a", "sm_100a"):  # whatever is wrong then, it is not that
+        assert compiler._refusal(ValueError("a sentence"), dsl, arch) == "a sentence"
 
 
 def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -363,6 +363,16 @@ def test_nothing_is_written_to_an_installation(
     assert "leave out --specs and --out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("verify",), ("verify", "--smallest"), ("tune",)])
+def test_an_installation_without_a_gpu_is_told_that_first(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trees, "INSTALLATION", paths.generated_dir().parent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main([*command, "--op", "combine"]) == 2
+    assert re.fullmatch(rf"msa-tiles {command[0]}: there is no CUDA device here; .*\n", capsys.readouterr().err)
+
+
 def test_an_index_of_a_tree_that_cannot_be_read_names_the_tree(tmp_path: Path) -> None:
     write(tmp_path / "generated/index.json", "{}")
     sentence = rf"index\.json has not format 2; run `msa-tiles generate --tree {tmp_path}`"
