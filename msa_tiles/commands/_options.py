@@ -86,6 +86,25 @@ def check_filters(filters: Mapping[str, Iterable[str]], known: Mapping[str, Coll
         names.check(f"--{name}", given, known[name])
 
 
+def refuse_ungenerated(option: str, given: Iterable[str], registry: Registry) -> None:
+    """Raise for a target that no kernels are known of because of the trees in use: SpecError with the mistakes of their
+    specs, ValueError for a target that they declare and of which nothing was generated.
+    """
+    from msa_tiles import trees
+    from msa_tiles.spec import load
+
+    strange = [name for name in given if name not in registry.targets]
+    if not strange or not trees.stack():
+        return
+    targets = load(*trees.specs_dirs()).targets
+    for name in strange:
+        if name in targets:
+            raise ValueError(
+                f"{option} {name}: {targets[name].where.file} declares it, and nothing is generated of that as yet; "
+                "run `msa-tiles generate --tree DIR`"
+            )
+
+
 def is_target(name: str) -> bool:
     """Whether a name is like those that targets have."""
     return re.fullmatch(r"sm_?\d+[af]?", name) is not None
@@ -132,6 +151,7 @@ def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
         if op in PARTS and op not in ops:
             launched = ",".join(part for part in parts_of(op) if part in ops)
             raise ValueError(f"--op {op} has no kernels of its own, it launches those of others: --op {launched}")
+    refuse_ungenerated("--target", filters["target"], registry)
     check_filters(filters, known)
     cells = registry.select(**filters)
     if not cells:

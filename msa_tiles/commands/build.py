@@ -15,6 +15,7 @@ from msa_tiles.commands._options import (
     add_variant,
     check_filters,
     processes,
+    refuse_ungenerated,
     select,
     ungenerated,
     without_missing,
@@ -137,6 +138,7 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
             "--for names operators and precisions itself (sparse_attention,precision=fp8) and audits nothing: leave "
             "out --op, --precision, --variant and --audit"
         )
+    refuse_ungenerated("--target", args.target, registry)
     check_filters({"dsl": args.dsl, "target": args.target}, {"dsl": DSLS, "target": registry.targets})
     targets = args.target
     if not targets and torch.cuda.is_available():

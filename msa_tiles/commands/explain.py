@@ -18,6 +18,7 @@ from msa_tiles.commands._options import (
     at_least,
     is_target,
     known_names,
+    refuse_ungenerated,
     ungenerated,
 )
 from msa_tiles.commands.support import is_generated
@@ -97,9 +98,12 @@ def run(args: argparse.Namespace) -> int:
     _check_sizes(args)
     usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
     name = args.device or ("cuda" if torch.cuda.is_available() else usual)
+    of_torch = name.partition(":")[0] in ("cpu", "cuda")
+    if not of_torch:
+        refuse_ungenerated("--device", [name], registry)
     if name in registry.targets:
         torch_device, device = torch.device("cuda"), target_facts(registry.targets[name])
-    elif name.partition(":")[0] not in ("cpu", "cuda") and (card := card_facts(name)) is not None:
+    elif not of_torch and (card := card_facts(name)) is not None:
         torch_device, device = torch.device("cuda"), card
     else:
         try:

@@ -7,12 +7,17 @@ alone, once `MSA_TILES_PACKS` names the directory or the wheel is installed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, only, processes
+from msa_tiles.commands._options import add_names, only, processes, refuse_ungenerated
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.build import Job
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -26,7 +31,13 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "file: a list of objects with op, precision, dsl and variant",
     )
     add_names(parser, "--dsl", "DSL,…", "tilelang, cutedsl, both, or best (default): what was measured to be faster")
-    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new directory, or a wheel (*.whl)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a new directory; in a checkout also a wheel (*.whl)",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache of compiled kernels (default: that of calls)")
     parser.set_defaults(func=run)
@@ -44,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     if not args.target:
         raise ValueError(f"--target is missing; it is one of {', '.join(registry.targets)}")
+    refuse_ungenerated("--target", args.target, registry)
     names.check("--target", args.target, registry.targets)
     names.check("--dsl", args.dsl, (*DSLS, points.BOTH, points.BEST))
     target = registry.targets[only("--target", args.target, "a pack is for one target; make one for each")]
@@ -58,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         jobs = unverified(registry, load(*trees.specs_dirs()), target.name, [dsl] if dsl in DSLS else DSLS)
     else:
         jobs = points.jobs_of(args.points, registry, target.name, dsl)
+    _refuse_missing(jobs)
     if args.out.suffix == ".whl":
         packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)
     else:
@@ -70,3 +83,16 @@ def run(args: argparse.Namespace) -> int:
         f"for Linux on {make.MACHINE}, glibc {made.glibc} or newer, {made.tvm_ffi}"
     )
     return 0
+
+
+def _refuse_missing(jobs: Iterable[Job]) -> None:
+    """Raise ToolchainError before anything is compiled where a DSL that some kernel is written in is not installed."""
+    from msa_tiles.runtime import toolchain
+    from msa_tiles.spec.model import DSLS
+
+    reasons = {dsl: toolchain.missing(dsl) for dsl in DSLS}
+    there = [dsl for dsl in DSLS if reasons[dsl] is None]
+    for dsl in dict.fromkeys(job.cell.dsl for job in jobs):
+        if reason := reasons[dsl]:
+            others = "".join(f"; --dsl {other} packs the kernels that calls take without it" for other in there)
+            raise toolchain.ToolchainError(f"{reason}{others}")

@@ -319,6 +319,22 @@ class TestCommand:
         assert cli.main(["pack", "--target", "sm90", "--out", str(tmp_path)]) == 2
         assert "exists and is no empty directory" in capsys.readouterr().err
 
+    def test_a_dsl_that_is_missing_is_told_before_anything_is_compiled(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reasons: dict[str, str | None] = {"tilelang": "a TileLang kernel needs tilelang", "cutedsl": None}
+        monkeypatch.setattr(toolchain, "missing", reasons.get)
+        monkeypatch.setattr(make, "make", lambda *_, **__: pytest.fail("it compiles"))
+        command = ["pack", "--target", "sm90", "--points", "serving", "--out", str(tmp_path / "pack")]
+        instead = "; --dsl cutedsl packs the kernels that calls take without it"
+        assert cli.main(command) == 2
+        assert capsys.readouterr().err == f"msa-tiles pack: {reasons['tilelang']}{instead}\n"
+        with pytest.raises(pytest.fail.Exception, match="it compiles"):
+            cli.main([*command, "--dsl", "cutedsl"])
+        reasons["cutedsl"] = "a CuTe DSL kernel needs nvidia-cutlass-dsl"
+        assert cli.main([*command, "--dsl", "cutedsl"]) == 2
+        assert capsys.readouterr().err == f"msa-tiles pack: {reasons['cutedsl']}\n"
+
     def test_a_wheel_has_the_name_that_pip_reads(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["pack", "--target", "sm90", "--out", str(tmp_path / "kernels.whl")]) == 2
         assert "py3-none-manylinux_2_17_x86_64.whl" in capsys.readouterr().err

@@ -341,6 +341,34 @@ def test_a_tree_of_which_nothing_is_generated_is_said_to_be_so(
     assert f"{row}:1: specs end in .yaml: rename it to combine.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("support", "--target"),
+        ("build", "--target"),
+        ("build", "--for", "combine", "--target"),
+        ("pack", "--out", "nowhere", "--target"),
+        ("explain", "combine", "--device"),
+    ],
+)
+def test_of_a_target_of_a_tree_without_kernels_it_is_told_why(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = write(tmp_path / "specs/targets/sm95.yaml", TARGET.replace("sm90small", "sm95") + "colour: red\n")
+    ask = [*command, "sm95", "--tree", str(tmp_path)]
+    assert cli.main(ask) == 2
+    error = capsys.readouterr().err
+    assert f"{target}:5: unknown key 'colour' in the file" in error and "did you mean sm90" not in error
+    write(target, TARGET.replace("sm90small", "sm95"))
+    assert cli.main(ask) == 2
+    declared = (
+        f"{command[-1]} sm95: {target} declares it, and nothing is generated of that as yet; run `msa-tiles generate"
+    )
+    assert declared in capsys.readouterr().err
+    assert cli.main([*ask[:-3], "sm96", *ask[-2:]]) == 2
+    assert "sm96" in capsys.readouterr().err
+
+
 def test_figures_of_a_tree_go_before_those_beneath(tmp_path: Path) -> None:
     low, high = tmp_path / "low", tmp_path / "high"
     figure = tuned.Figure("combine", "sm90", "bf16", "w", 1, "card", "2026-01-01", {"a": 1.0}, {})
