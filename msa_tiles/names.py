@@ -14,6 +14,12 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"{what} {name} is unknown{meant}{' Known' if close else '; known'}: {', '.join(every) or 'none'}"
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: the one that may have been meant, if any is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError for the first name that is not known. `what` is the option or argument that takes it."""
     known = list(known)

@@ -2,13 +2,14 @@
 
 from msa_tiles.codegen.digest import digest_of
 from msa_tiles.codegen.plan import KernelPlan, Selection, illegal, plan_row, plans
-from msa_tiles.codegen.writer import Changes, Generated, drift, generate, produce, write
+from msa_tiles.codegen.writer import Changes, Generated, checked, drift, generate, produce, write
 
 __all__ = [
     "Changes",
     "Generated",
     "KernelPlan",
     "Selection",
+    "checked",
     "digest_of",
     "drift",
     "generate",

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from msa_tiles.codegen.marks import no_module, sizes_of, unread
 from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
@@ -154,12 +155,13 @@ def _rendered(
         except jinja2.UndefinedError as error:
             raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
         if not mistakes.found:
+            named = sizes_of(skeleton)
             formulas = frozenset[str]().union(
                 *(each.names for each in (plan.threads_formula, plan.shared_memory_formula) if each is not None)
             )
             for name in plan.tile:
                 if name not in tile.read and name not in formulas:
-                    mistakes.add(CellError(plan, f"tile.{name} is read by neither {file} nor a formula of the row"))
+                    mistakes.add(CellError(plan, unread(name, file, named, plan.tile)))
     return text
 
 
@@ -199,7 +201,8 @@ def _operand(role: str, plan: KernelPlan, package: Path, where: Location) -> Pat
     module, name = f"msa_tiles.dsl.{plan.dsl}{OPERANDS}", plan.operands[role]
     path = operand_file(name, module, package)
     if path is None:
-        raise _refused(plan, f"operands.{role} is {name}, which is no module of {module}", where)
+        # The lines that ask for it have no part in this.
+        raise CellError(plan, no_module(role, name, module))
     return path
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msa_tiles.codegen.own import produce_for, specs_in_use
 from msa_tiles.codegen.plan import Selection
 from msa_tiles.spec import KernelRow, Operator, Specs, Target
-from msa_tiles.spec.loader import unfit
+from msa_tiles.spec.judge import unfit
 
 
 @dataclass(frozen=True)

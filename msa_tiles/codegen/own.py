@@ -9,7 +9,7 @@ from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.index import INDEX, joined
-from msa_tiles.codegen.writer import Generated, produce
+from msa_tiles.codegen.writer import Generated, checked, produce
 from msa_tiles.spec import Specs, load
 from msa_tiles.spec.model import frozen
 
@@ -17,6 +17,12 @@ from msa_tiles.spec.model import frozen
 def specs_in_use(stack: Sequence[trees.Tree] | None = None) -> Specs:
     """The shipped specs, with what the trees in use, or these, extend or replace. Raises SpecError."""
     return load(*trees.specs_dirs(stack))
+
+
+def checked_specs(requested: Collection[str] = ()) -> Specs:
+    """The same. The mistakes are told with those that rendering the others finds."""
+    folders = [*(tree.skeletons for tree in trees.stack()), SKELETONS]
+    return checked(trees.specs_dirs(), folders, trees.stack()[0].directory, requested)
 
 
 def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[trees.Tree] | None = None) -> Generated:

@@ -28,10 +28,17 @@ from msa_tiles.tables import Table, TableError
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
+class Cell(NamedTuple):
+    """The name of a cell that has no plan, and where its row is."""
+
+    cell: str
+    where: Location
+
+
 class CellError(SpecError):
     """What a row asks of one of its cells cannot be had; `why` is the sentence without the cell's name."""
 
-    def __init__(self, plan: KernelPlan, why: str) -> None:
+    def __init__(self, plan: KernelPlan | Cell, why: str) -> None:
         super().__init__(plan.where, f"{plan.cell}: {why}")
         self.cell = plan.cell
         self.why = why
@@ -226,7 +233,7 @@ class CellMistakes(Mistakes):
                 found.setdefault((mistake.where, mistake.why), []).append(mistake.cell)
             else:
                 others.append(mistake)
-        told = [SpecError(where, f"{', '.join(cells)}: {why}") for (where, why), cells in found.items()]
+        told = [SpecError(where, f"{', '.join(dict.fromkeys(cells))}: {why}") for (where, why), cells in found.items()]
         self.found = [*told, *others]
         super().__exit__(kind, error, trace)
 

@@ -15,7 +15,8 @@ from msa_tiles.codegen.contract import MADE_BY, contract_of, header
 from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
-from msa_tiles.codegen.plan import CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
+from msa_tiles.codegen.marks import no_module, sizes_amiss
+from msa_tiles.codegen.plan import Cell, CellError, CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
 from msa_tiles.files import UNFINISHED, make_directory, write_atomically
 from msa_tiles.sources import (
@@ -27,7 +28,7 @@ from msa_tiles.sources import (
     search_operands,
     without_header,
 )
-from msa_tiles.spec import SpecError, Specs, load
+from msa_tiles.spec import Mistakes, SpecError, Specs, load
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
 
@@ -95,6 +96,7 @@ def produce(
     digests: dict[str, str] = {}
     unfit: dict[str, str] = {}
     all_plans = []
+    rendered: set[str] = set()
     with CellMistakes() as mistakes:
         for planned in plans(specs, requested, unfit, mistakes):
             operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
@@ -111,12 +113,15 @@ def produce(
             except SpecError as error:
                 mistakes.add(error)
                 continue
+            rendered.add(plan.cell)
             digest = digest_of(body, plan.dsl, target.arch, package)
             if is_known(plan, operator, digest, known):
                 continue
             all_plans.append(plan)
             digests[plan.cell] = digest
             alike.setdefault((plan.op, plan.dsl, tuple(contract_of(plan, operator, precision)), body), []).append(plan)
+        if mistakes.found or specs.spoilt:
+            _tell_unrendered(specs, folders, package, requested, rendered, mistakes)
     files: dict[str, str] = {}
     paths: dict[str, str] = {}
     for (op, _, contract, body), sharing in alike.items():
@@ -130,9 +135,50 @@ def produce(
     return Generated(tuple(all_plans), paths, files, made if beneath is None else added(made, beneath), unfit, archs)
 
 
+def _tell_unrendered(
+    specs: Specs,
+    folders: Sequence[Path],
+    package: Path,
+    requested: Collection[str],
+    rendered: Collection[str],
+    mistakes: Mistakes,
+) -> None:
+    """Tell what is wrong with tile sizes and operands of rows that have other mistakes, which could not be rendered."""
+    asked = {name for name, target in specs.targets.items() if not target.on_request or name in requested}
+    rows = [(op, row) for op, operator in specs.operators.items() for row in operator.kernels]
+    rows = [(op, row) for op, row in rows if row.target in asked and not row.derived]
+    families = {name for target in specs.targets.values() for name in target.mma}
+    for op, row in (*rows, *specs.spoilt):
+        cell = Cell(f"{op}.{row.cell}", row.where.of(specs.operators[op].where) if op in specs.operators else row.where)
+        if cell.cell in rendered:
+            continue
+        for why in sizes_amiss(op, row, folders, families):
+            mistakes.add(CellError(cell, why))
+        module = f"msa_tiles.dsl.{row.dsl}{OPERANDS}"
+        for role, name in row.operands.items():
+            if row.dsl and operand_file(name, module, package) is None:
+                mistakes.add(CellError(cell, no_module(role, name, module)))
+
+
+def checked(
+    directories: Sequence[Path],
+    skeletons: Sequence[Path] = (SKELETONS,),
+    tree: Path | None = None,
+    requested: Collection[str] = (),
+) -> Specs:
+    """The specs of directories. Raises SpecError with their mistakes and those that rendering finds in the rest."""
+    with CellMistakes() as mistakes:
+        specs = load(*directories, mistakes=mistakes)
+        if mistakes.found:
+            # What is no mistake of a spec is told when there are none.
+            with contextlib.suppress(ValueError):
+                mistakes.read(produce, specs, skeletons, tree=tree, requested=requested)
+    return specs
+
+
 def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> Changes:
     """Load the specs and bring `out` up to date with them. Raises SpecError before anything is written."""
-    return write(produce(load(specs_dir), tree=specs_dir), out, selection)
+    return write(produce(checked([specs_dir], tree=specs_dir), tree=specs_dir), out, selection)
 
 
 def _own_operands(tree: Path) -> dict[str, str]:

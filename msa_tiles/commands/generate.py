@@ -34,13 +34,16 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from msa_tiles import codegen, spec
+    from msa_tiles import codegen
     from msa_tiles.codegen import own
     from msa_tiles.spec.model import DSLS
     from msa_tiles.spec.precisions import named
 
     tree, out = _places(args)
-    specs = spec.load(args.specs) if args.specs else own.specs_in_use() if tree else spec.load(specs_dir())
+    if tree is None:
+        specs = codegen.checked([args.specs or specs_dir()], tree=args.specs or specs_dir(), requested=args.target)
+    else:
+        specs = own.checked_specs(args.target)
     filters = filters_of(args)
     groups = {name: precision.group for name, precision in specs.precisions.items()}
     known_groups = [format.group for format in specs.formats.values()]

@@ -16,6 +16,7 @@ from msa_tiles.spec.model import (
     POSITION_DIMS,
     ROLES,
     STRIDES,
+    KernelRow,
     Operator,
     Parameter,
     Roofline,
@@ -37,8 +38,11 @@ RANKED = "score"
 PARAMETER_TYPES = ("bool", "int", "float", "dim", "choice")
 
 
-def read_operator(root: Node, file_stem: str) -> Operator:
-    """Raises SpecError with every mistake of the file; what depends on a mistaken part is read when that is right."""
+def read_operator(root: Node, file_stem: str, seen: list[KernelRow] | None = None) -> Operator:
+    """Raises SpecError with every mistake of the file; what depends on a mistaken part is read when that is right.
+
+    `seen` gets its rows also where it raises, without what is mistaken.
+    """
     with Mistakes() as mistakes:
         keys = Fields(
             mistakes,
@@ -83,7 +87,7 @@ def read_operator(root: Node, file_stem: str) -> Operator:
         declared = keys.get("features", Node.entries, {})
         tolerance = keys.get("tolerance", lambda node: _tolerances(node, keys.nodes.get("outputs")))
         written = mistakes.read(_written, root) or []
-        kernels = mistakes.each(lambda row: read_rows(row, variants, declared, file_stem), written)
+        kernels = mistakes.each(lambda row: read_rows(row, variants, declared, file_stem, seen), written)
     return Operator(
         name=name,
         summary=summary,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from msa_tiles.names import meant
 from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import Device, MmaKind, Target, frozen
 from msa_tiles.spec.source import Fields, Node
@@ -114,7 +115,8 @@ def _device(name: str, node: Node, elements: set[str] | None) -> Device:
 
     def peak(element: str, value: Node) -> float:
         if elements is not None and element not in elements:
-            raise value.error(f"peak_tflops names {element!r}, which no mma kind of the target multiplies")
+            sentence = f"peak_tflops names {element!r}, which no mma kind of the target multiplies"
+            raise value.error(sentence + meant(element, elements))
         return value.number(minimum=1)
 
     with Mistakes() as mistakes:

@@ -11,9 +11,10 @@ from msa_tiles.spec.contract import read_operator
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.hardware import read_target
 from msa_tiles.spec.inherit import Heir, resolved
+from msa_tiles.spec.judge import Judge, Mistaken
 from msa_tiles.spec.mistakes import Location, Mistakes, SpecError, joined
 from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, Workload, frozen
-from msa_tiles.spec.precisions import read_precisions
+from msa_tiles.spec.precisions import Partly, read_precisions
 from msa_tiles.spec.source import Node, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
 
@@ -21,25 +22,36 @@ T = TypeVar("T")
 TARGETS, OPERATORS, PRECISIONS = "targets", "operators", "precisions.yaml"
 
 
-def load(specs_dir: Path, *above: Path) -> Specs:
+def load(specs_dir: Path, *above: Path, mistakes: Mistakes | None = None) -> Specs:
     """Read `targets/*.yaml`, `precisions.yaml` and `operators/*.yaml`.
 
     Directories `above` hold what they need of these. Their files go before those of the same names beneath, and what
     their `precisions.yaml` names before the formats and precisions of the same names.
 
-    Raises SpecError, whose text has a line `file:line: sentence` for every mistake. What files say of each other is
-    looked at when each of them is right by itself.
+    Raises SpecError, whose text has a line `file:line: sentence` for every mistake. What depends on a mistaken part is
+    looked at when that is right. With `mistakes`, which hear of them instead, what has none is returned.
     """
+    if mistakes is None:
+        with Mistakes() as told:
+            return load(specs_dir, *above, mistakes=told)
     target_files = [_yaml_files(specs_dir / TARGETS), *(_own_files(folder, TARGETS) for folder in above)]
     operator_files = [_yaml_files(specs_dir / OPERATORS), *(_own_files(folder, OPERATORS) for folder in above)]
     precision_files = [specs_dir / PRECISIONS, *(file for folder in above if (file := folder / PRECISIONS).is_file())]
-    with Mistakes() as mistakes:
-        mistakes.each(_refuse_others, above)
-        found = mistakes.read(lambda: read_precisions(*map(read, precision_files)))
-        targets = _read_all(mistakes, target_files, read_target)
-        operators = _read_all(mistakes, operator_files, read_operator)
-    assert found is not None, "otherwise its mistakes have been raised"
-    return link(targets, *found, operators)
+    partly = Partly()
+    rows: dict[str, list[KernelRow]] = {}
+    mistakes.each(_refuse_others, above)
+    mistakes.read(lambda: read_precisions(*map(read, precision_files), partly=partly))
+    targets = _read_all(mistakes, target_files, read_target)
+    operators = _read_all(
+        mistakes, operator_files, lambda root, name: read_operator(root, name, rows.setdefault(name, []))
+    )
+    mistaken = Mistaken(
+        frozenset(file.stem for files in target_files for file in files if file.stem not in targets),
+        None if partly.names is None else frozenset(partly.names) - frozenset(partly.precisions),
+        {name: rows[name] for name in rows if name not in operators},
+        {file.stem: Location(shown(file), 1) for files in operator_files for file in files},
+    )
+    return link(targets, partly.formats, partly.precisions, operators, mistaken, mistakes)
 
 
 def _read_all(mistakes: Mistakes, layers: Sequence[Sequence[Path]], reader: Callable[[Node, str], T]) -> dict[str, T]:
@@ -71,23 +83,40 @@ def link(
     formats: Mapping[str, Format],
     precisions: Mapping[str, Precision],
     operators: Mapping[str, Operator],
+    mistaken: Mistaken | None = None,
+    mistakes: Mistakes | None = None,
 ) -> Specs:
-    """Join what the files declare, and check that they agree. Raises SpecError."""
-    with Mistakes() as mistakes:
-        multiplied = mistakes.passes(_check_precisions, precisions, targets)
-        linked: dict[str, Operator] = {}
-        for name, operator in operators.items():
+    """Join what the files declare, and check that they agree. Raises SpecError, or `mistakes` hear of it."""
+    if mistakes is None:
+        with Mistakes() as told:
+            return link(targets, formats, precisions, operators, mistaken, told)
+    mistaken = mistaken or Mistaken()
+    if not mistaken.targets:
+        mistakes.passes(_check_precisions, precisions, targets)
+    linked: dict[str, Operator] = {}
+    spoilt: list[tuple[str, KernelRow]] = []
+    for name, operator in operators.items():
+        if precisions:
             try:
                 _check_workloads(operator, precisions)
             except SpecError as error:
                 mistakes.add(error.of(operator.where))
-            # Rows need both.
-            if not mistakes.passes(_check_tolerance, operator, precisions) or not multiplied:
-                continue
-            if (expanded := mistakes.read(_expanded, operator, targets, precisions)) is not None:
-                linked[name] = expanded
-                mistakes.read(_check_rows, expanded, targets, precisions)
-    return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(linked))
+        mistakes.passes(_check_tolerance, operator, precisions, mistaken)
+        judge = Judge(targets, precisions, mistaken, operator.where, operator)
+        expanded = _expanded(operator, targets, judge, mistakes)
+        refused = [row for row in expanded.kernels if judge.refuses(row)]
+        spoilt += [(name, row) for row in (*refused, *judge.nowhere)]
+        mistakes.each(_raised, judge.told())
+        unfit_cells = {row.cell for row in refused}
+        kernels = tuple(row for row in expanded.kernels if row.cell not in unfit_cells)
+        linked[name] = dataclasses.replace(expanded, kernels=kernels) if refused else expanded
+    for name, rows in mistaken.rows.items():
+        judge = Judge(targets, precisions, mistaken, mistaken.heirs[name])
+        for row in rows:
+            judge.refuses(row)
+        mistakes.each(_raised, judge.told())
+        spoilt += [(name, row) for row in rows]
+    return Specs(frozen(targets), frozen(formats), frozen(precisions), frozen(linked), tuple(spoilt))
 
 
 def _own_files(specs_dir: Path, part: str) -> list[Path]:
@@ -145,10 +174,14 @@ def _check_workload(operator: Operator, workload: Workload, some_precision: Prec
             )
 
 
-def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) -> None:
+def _raised(error: SpecError) -> None:
+    raise error
+
+
+def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision], mistaken: Mistaken) -> None:
     with Mistakes() as mistakes:
         for name in operator.tolerance:
-            if name not in precisions:
+            if name not in precisions and mistaken.precisions is not None and name not in mistaken.precisions:
                 sentence = f"tolerance names the precision {name!r}; known: {', '.join(precisions)}"
                 mistakes.add(SpecError(operator.where, sentence))
         for precision, bounds in operator.tolerance.items():
@@ -160,15 +193,14 @@ def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision]) ->
                     mistakes.add(SpecError(operator.outputs[output].where, sentence))
 
 
-def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> Operator:
+def _expanded(operator: Operator, targets: Mapping[str, Target], judge: Judge, mistakes: Mistakes) -> Operator:
     """The operator with a row for every cell: rows without targets are of all that can run them, oldest first.
 
     A row for a target is also one for those that inherit from it and can run it. What a row says of a cell by name goes
-    before that, and what a file says before what it inherits.
+    before that, and what a file says before what it inherits. `mistakes` hear of a cell that has two rows.
     """
     found: dict[str, KernelRow] = {}
     ordered = sorted(targets.values(), key=lambda target: (target.capability, target.name))
-    mistakes = Mistakes()
     for file in dict.fromkeys(row.where.file for row in operator.kernels):
         rows = [row for row in operator.kernels if row.where.file == file]
         own: dict[str, KernelRow] = {}
@@ -181,24 +213,17 @@ def _expanded(operator: Operator, targets: Mapping[str, Target], precisions: Map
         for row in rows:
             heirs = [target for target in ordered if not row.target or row.target in _ancestors(target, targets)]
             others = [dataclasses.replace(row, target=target.name, derived=True) for target in heirs]
-            refusals = [unfit(each, operator, targets, precisions) for each in others]
-            if not row.target and None not in refusals:
-                mistakes.add(_at(row, *_telling([each for each in refusals if each is not None])))
-            fitting = (each for each, why in zip(others, refusals, strict=True) if why is None)
+            refusals = [judge.refusals(each) for each in others]
+            if not row.target and all(refusals):
+                judge.nowhere.append(row)
+                judge.found += [(row, key, sentence) for key, sentence in judge.telling(row, refusals)]
+            fitting = (each for each, why in zip(others, refusals, strict=True) if not why)
             of_file |= {row.cell: row} if row.target else {}
             for each in fitting:
                 if each.cell not in own:
                     of_file.setdefault(each.cell, each)
         found |= of_file
-    with mistakes:
-        return dataclasses.replace(operator, kernels=tuple(found.values()))
-
-
-def _telling(refusals: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Of the reasons why no target can run a row, those of the targets that have its MMA family, if there are any."""
-    found = [each for each in refusals if each[0] != "mma"] or list(refusals)
-    key = found[0][0]
-    return key, "; ".join(dict.fromkeys(why for other, why in found if other == key))
+    return dataclasses.replace(operator, kernels=tuple(found.values()))
 
 
 def _ancestors(target: Target, targets: Mapping[str, Target]) -> Iterator[str]:
@@ -208,42 +233,3 @@ def _ancestors(target: Target, targets: Mapping[str, Target]) -> Iterator[str]:
         yield target.inherits
         seen.add(target.inherits)
         target = targets[target.inherits]
-
-
-def _check_rows(operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]) -> None:
-    with Mistakes() as mistakes:
-        for row in operator.kernels:
-            if found := unfit(row, operator, targets, precisions):
-                mistakes.add(_at(row, *found).of(operator.where))
-
-
-def unfit(
-    row: KernelRow, operator: Operator, targets: Mapping[str, Target], precisions: Mapping[str, Precision]
-) -> tuple[str, str] | None:
-    """Why a row cannot be of its target and its precision, as a key of it and a sentence, or None."""
-    for key, known in (("target", targets), ("precision", precisions)):
-        if (name := getattr(row, key)) not in known:
-            return key, f"unknown {key} {name!r}; known: {', '.join(known)}"
-    target, precision = targets[row.target], precisions[row.precision]
-    if row.mma not in target.mma:
-        return "mma", f"unknown mma {row.mma!r}; known: {', '.join(target.mma)}"
-    kind, compute = target.mma[row.mma], row.computes_in(precision)
-    for engine in row.copy:
-        if engine not in target.copy:
-            return "copy", f"{target.name} has no copy engine {engine!r}; it has {', '.join(target.copy)}"
-    if compute not in kind.elements:
-        key = "compute" if row.compute else "precision"
-        return key, f"{target.name} {kind.name} cannot compute {compute!r}; it multiplies {', '.join(kind.elements)}"
-    for role in operator.roles:
-        if role != "output" and role not in precision.roles:
-            return "precision", f"{precision.name} has no {role}, which {operator.name} reads"
-    for role in row.operands:
-        if role not in operator.roles:
-            return "operands", f"{operator.name} reads no {role}"
-    if precision.name not in operator.tolerance:
-        return "precision", f"{operator.name} states no tolerance for {precision.name}"
-    return None
-
-
-def _at(row: KernelRow, key: str, sentence: str) -> SpecError:
-    return SpecError(row.key_lines[key], sentence)

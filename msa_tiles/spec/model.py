@@ -350,3 +350,4 @@ class Specs:
     formats: Mapping[str, Format]
     precisions: Mapping[str, Precision]
     operators: Mapping[str, Operator]
+    spoilt: tuple[tuple[str, KernelRow], ...] = ()  # rows with mistakes, by operator, where these are only collected

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from msa_tiles.names import unknown
 from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.model import EACH_TOKEN, ROLES, STORAGE_BITS, Format, Precision, Scale
 from msa_tiles.spec.source import Fields, Node
 
+
+@dataclass
+class Partly:
+    """What of the files has no mistake, and the names of all precisions; None where these cannot be read."""
+
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    precisions: Mapping[str, Precision] = field(default_factory=dict)
+    names: tuple[str, ...] | None = None
+
+
 SCALE_GRANULARITIES = ("tensor", "head", EACH_TOKEN, "group")
 
 
-def read_precisions(root: Node, *above: Node) -> tuple[dict[str, Format], dict[str, Precision]]:
+def read_precisions(
+    root: Node, *above: Node, partly: Partly | None = None
+) -> tuple[dict[str, Format], dict[str, Precision]]:
     """Formats by name, and precisions by name. Those of files `above` go before those of the same names.
 
-    Raises SpecError with every mistake of the files.
+    Raises SpecError with every mistake of the files; `partly` gets what has none also then.
     """
     parts = ("formats", "precisions")
     with Mistakes() as mistakes:
@@ -26,11 +39,13 @@ def read_precisions(root: Node, *above: Node) -> tuple[dict[str, Format], dict[s
         # A format with a mistake is known by its name all the same.
         known = dict.fromkeys(nodes["formats"]) | formats
         precisions: dict[str, Precision] = {}
+        misnamed = False
         for name, node in nodes["precisions"].items():
             precision = mistakes.read(_precision, name, node, known)
             if precision is None:
                 continue
             if name in groups and name != precision.group:
+                misnamed = True
                 mistakes.add(node.error(f"precision {name!r} has the name of a group that it does not belong to"))
             for other in precisions.values():
                 if (other.roles, other.output, other.multiply) == (
@@ -38,6 +53,11 @@ def read_precisions(root: Node, *above: Node) -> tuple[dict[str, Format], dict[s
                 ):  # fmt: skip
                     mistakes.add(node.error(f"precision {name!r} is the same combination as {other.name!r}"))
             precisions[name] = precision
+        if partly is not None:
+            partly.formats, partly.precisions = formats, precisions
+            named = [keys.get("precisions", Node.named) for keys in files if keys is files[0] or "precisions" in keys]
+            if None not in named and not misnamed:
+                partly.names = tuple(dict.fromkeys(name for names in named for name in names))
     return formats, precisions
 
 

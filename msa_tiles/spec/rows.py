@@ -21,11 +21,13 @@ _OPTIONAL_ROW_KEYS = (
 )
 
 
-def read_rows(node: Node, variants: Variants | None, features: Collection[str], op: str) -> list[KernelRow]:
+def read_rows(
+    node: Node, variants: Variants | None, features: Collection[str], op: str, seen: list[KernelRow] | None = None
+) -> list[KernelRow]:
     """The cells of one row: one for each of its targets and precisions, with what `adjust` says of either.
 
     A row without targets is one of the target "": of every target that can run it. `variants` are None where they have
-    a mistake.
+    a mistake. `seen` gets the cells also of a row with mistakes, without what is mistaken.
     """
     with Mistakes() as mistakes:
         keys = Fields(
@@ -36,13 +38,15 @@ def read_rows(node: Node, variants: Variants | None, features: Collection[str], 
         )
         dsl = keys.get("dsl", lambda value: value.string(DSLS))
         algorithm = keys.get("algorithm", Node.identifier, "")
+        if "algorithm" in keys and not algorithm:
+            dsl = None  # which skeleton is meant is not known
         axes: dict[str, dict[str, Node]] = {"targets": {"": node}, "precisions": {"": node}}
         for axis in axes:
             axes[axis] = keys.get(axis, _listed, axes[axis])
         if "targets" not in keys and "mma" in keys:
             axes["targets"] = {"": keys.nodes["mma"]}
         changes = keys.get("adjust", lambda value: _adjusted(value, axes), {})
-        rows = []
+        rows: list[KernelRow] = []
         for target, precision in itertools.product(*axes.values()):
             own = {key: keys.nodes[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
             tile = keys.get("tile", Node.named, {})
@@ -55,20 +59,23 @@ def read_rows(node: Node, variants: Variants | None, features: Collection[str], 
                     node.error("threads and shared_memory come together, or not at all where the kernel has a table")
                 )
             lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
-            rows.append(((target, precision), own, lines, mistakes.read(_kernel, own, tile, variants, features, op)))
-    return [
-        KernelRow(
-            dsl=dsl,
-            target=target,
-            precision=precision,
-            algorithm=algorithm,
-            where=node.where,
-            key_lines=frozen({key: value.where for key, value in own.items()} | lines),
-            **kernel,
-        )
-        for (target, precision), own, lines, kernel in rows
-        if kernel is not None
-    ]
+            kernel = _kernel(own, tile, variants, features, op, mistakes)
+            if "targets" in keys and not target:  # they are mistaken, and so is what must be known of them
+                kernel |= {"mma": None, "copy": ()}
+            rows.append(
+                KernelRow(
+                    dsl=dsl,
+                    target=target,
+                    precision=precision,
+                    algorithm=algorithm,
+                    where=node.where,
+                    key_lines=frozen({key: value.where for key, value in own.items()} | lines),
+                    **kernel,
+                )
+            )
+        if seen is not None:
+            seen += rows
+    return rows
 
 
 def _listed(node: Node) -> dict[str, Node]:
@@ -119,9 +126,14 @@ def _only(node: Node, variants: Variants | None, op: str) -> Mapping[str, tuple[
 
 
 def _kernel(
-    keys: dict[str, Node], tile: dict[str, Node], variants: Variants | None, features: Collection[str], op: str
+    keys: dict[str, Node],
+    tile: dict[str, Node],
+    variants: Variants | None,
+    features: Collection[str],
+    op: str,
+    mistakes: Mistakes,
 ) -> dict[str, Any]:
-    """What a row says of a kernel beside which cell it is."""
+    """What a row says of a kernel beside which cell it is, as far as it has no mistake."""
     sizes = None if variants is None else (*tile, *variants.names)
 
     def size(name: str, value: Node) -> int:
@@ -134,26 +146,24 @@ def _kernel(
             raise item.error(f"feature {name!r} is none of those {op} declares: {', '.join(features)}")
         return name
 
-    with Mistakes() as mistakes:
+    def get(key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:
+        found = mistakes.read(lambda: (reader(keys[key]),)) if key in keys else None
+        return default if found is None else found[0]
 
-        def get(key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:
-            found = mistakes.read(lambda: (reader(keys[key]),)) if key in keys else None
-            return default if found is None else found[0]
-
-        get("features", lambda value: mistakes.each(feature, value.items()))
-        found = {
-            "compute": get("compute", lambda value: value.string(WIDE_ELEMENTS)),
-            "operands": get("operands", _operands, frozen({})),
-            "mma": get("mma", Node.identifier),
-            "copy": get("copy", Node.strings, ()),
-            "tile": frozen(mistakes.entries(size, tile)),
-            "expect": get("expect", read_opcodes, ()),
-            "features": get("features", Node.strings, ()),
-            "ci": get("ci", lambda value: value.string(CI_POINTS), CI_POINTS[0]),
-            "only": get("only", lambda value: _only(value, variants, op), frozen({})),
-        }
-        for key in ("threads", "shared_memory", "registers", "tensor_memory"):
-            found[key] = get(key, lambda value: read_expression(value, sizes))
+    get("features", lambda value: mistakes.each(feature, value.items()))
+    found = {
+        "compute": get("compute", lambda value: value.string(WIDE_ELEMENTS)),
+        "operands": get("operands", _operands, frozen({})),
+        "mma": get("mma", Node.identifier),
+        "copy": get("copy", Node.strings, ()),
+        "tile": frozen(mistakes.entries(size, tile)),
+        "expect": get("expect", read_opcodes, ()),
+        "features": get("features", Node.strings, ()),
+        "ci": get("ci", lambda value: value.string(CI_POINTS), CI_POINTS[0]),
+        "only": get("only", lambda value: _only(value, variants, op), frozen({})),
+    }
+    for key in ("threads", "shared_memory", "registers", "tensor_memory"):
+        found[key] = get(key, lambda value: read_expression(value, sizes))
     return found
 
 

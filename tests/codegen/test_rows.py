@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy import Toy
 
-from msa_tiles.codegen import Generated, KernelPlan, plans
+from msa_tiles.codegen import Generated, KernelPlan, checked, plans
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.spec import SpecError, load
 
@@ -98,3 +98,54 @@ def test_a_cell_twice(wide: Toy) -> None:
     wide.operator.write_text(wide.operator.read_text() + row.replace(f"[toy, {OTHER}]", f"[{OTHER}]"))
     with pytest.raises(SpecError, match=rf"the cell tilelang.{OTHER}.bf16 has a row already, on line \d+"):
         load(wide.specs)
+
+
+# What else is wrong in the row or its file, and how many mistakes that is.
+BESIDE = {
+    "nothing": ("", "", 0),
+    "a key of the file": ("summary:", "sumary: x\nsummary:", 1),
+    "a target": ("targets: [toy]", "targets: [toy, roy]", 1),
+    "all targets": ("targets: [toy]", "targets: [roy]", 1),
+    "a precision": ("precisions: [bf16]", "precisions: [fp7]", 1),
+    "the MMA": ("mma: simt", "mma: smit", 1),
+    "a copy engine": ("copy: [bulk]", "copy: [balk]", 1),
+    "a feature": ("features: [negative]", "features: [positive]", 1),
+    "a size": ("rows: 8", "rows: 800000", 1),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_wrong_tile_size_and_operand_are_told_with_whatever_else_is_wrong(beside: str, toy: Toy) -> None:
+    old, new, others = BESIDE[beside]
+    toy.edit(toy.operator, "unroll: 2}", "unrol: 2}\n    operands: {key_value: nonesuch}")
+    toy.edit(toy.skeleton, "range(tile.unroll)", "range(2)")
+    line = "from msa_tiles.dsl.tilelang.operands import plain as {}  # <- operands.key_value\n"
+    toy.edit(toy.skeleton, "import tilelang", line.format("key_value") + line.format("value") + "import tilelang")
+    toy.operator.write_text(toy.operator.read_text().replace(old, new, 1))
+    with pytest.raises(SpecError) as caught:
+        checked([toy.specs], [toy.skeletons]) and toy.produce()
+    sentences = [each.sentence for each in caught.value.mistakes]
+    unread = [each for each in sentences if "tile.unrol is read by neither" in each]
+    assert len(unread) == 1 and unread[0].endswith("; did you mean 'unroll'?"), caught.value
+    assert len([each for each in sentences if "nonesuch, which is no module" in each]) == 1, caught.value
+    missing = [each for each in sentences if "'tile.unroll' has no value" in each]
+    assert len(missing) == (beside != "the MMA"), "which skeleton is meant follows from the MMA"
+    assert len(sentences) == 2 + len(missing) + others, caught.value
+    assert {each.where.file for each in caught.value.mistakes} == {str(toy.operator)}
+
+
+def test_mistakes_of_several_files_are_told_with_those_of_rendering(toy: Toy) -> None:
+    other = toy.operator.with_name("select.yaml")
+    text = toy.operator.read_text()
+    other.write_text(text.replace("op: scale", "op: select").replace("[bulk]", "[balk]"))
+    toy.edit(toy.operator, "tile: {rows: 8", "tile: {lines: 8, rows: 8")
+    toy.edit(Path("specs/precisions.yaml"), "formats:", "formast: {}\nformats:")
+    with pytest.raises(SpecError) as caught:
+        checked([toy.specs], [toy.skeletons])
+    found = [(Path(each.where.file).name, each.sentence.partition(";")[0]) for each in caught.value.mistakes]
+    unread = f"tile.lines is read by neither {toy.skeleton} nor a formula of the row"
+    assert found == [
+        ("precisions.yaml", "unknown key 'formast' in the file"),
+        ("select.yaml", "toy has no copy engine 'balk'"),
+        ("scale.yaml", f"scale.tilelang.toy.bf16: {unread}"),
+    ]

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "quant": set(),
     "reference": {"quant"},
     "tables": {"dsl", "sources", "trees"},
-    "codegen": {"spec", "files", "paths", "sources", "tables", "trees"},
+    "codegen": {"spec", "files", "names", "paths", "sources", "tables", "trees"},
     "skeletons": {"dsl"},
     "runtime": {"spec", "files", "names", "paths", "scoped", "sources", "tables", "errors", "trees", "trust"},
     "call": {"reference", "quant", "scoped"},

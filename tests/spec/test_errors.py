@@ -100,8 +100,8 @@ MISTAKES = {
     "tolerance of no output": (SELECT, "bf16: {out: 0}", "bf16: {ids: 0}", 0, "unknown key 'ids' in tolerance.bf16"),
     "unknown target": (TOPK, "targets: [sm90]", "targets: [sm91]", 0, "unknown target 'sm91'; known: sm100, sm103"),
     "unknown precision": (ATTENTION, "precisions: [bf16]", "precisions: [int4]", 0, "unknown precision 'int4'"),
-    "unknown mma kind": (TOPK, "mma: simt", "mma: tcgen05", 0, "unknown mma 'tcgen05'; known: wgmma, simt"),
-    "mma kind of no target": (ATTENTION, "mma: wgmma", "mma: mma", 0, "unknown mma 'mma'; known: wgmma, simt; unknown"),
+    "unknown mma kind": (TOPK, "mma: simt", "mma: tcgen05", 0, "unknown mma 'tcgen05'; sm90 has wgmma, simt"),
+    "mma kind of no target": (ATTENTION, "mma: wgmma", "mma: mma", 0, "unknown mma 'mma'; .*; sm90 has wgmma"),
     "unknown copy engine": (ATTENTION, "[tma_load, tma_store]", "[tensor_memory]", 0, "sm90 has no copy engine"),
     "precision the target cannot compute":
         (ATTENTION, "    mma: wgmma", "    mma: simt", -1,
@@ -279,6 +279,62 @@ def test_all_mistakes_of_all_files_are_told_at_once(specs: Path) -> None:
     for file in files:
         lines = [m.where.line for m in found if m.where.file == file]
         assert lines == sorted(lines)
+
+
+ROW = """
+  - {dsl: cutedsl, targets: [sm99, sm90], precisions: [bf16, fp7], mma: wgmmma, copy: [tma_loda], tile: {stages: 4}}
+"""
+
+
+def told_at(line: int, error: SpecError) -> list[str]:
+    return [each.sentence for each in error.mistakes if each.where.line == line]
+
+
+@pytest.mark.parametrize("elsewhere", ["", "its file", "its row", "another file", "a target", "a precision"])
+def test_whatever_a_row_names_wrongly_is_told_with_the_mistakes_of_other_places(elsewhere: str, specs: Path) -> None:
+    path = specs / ATTENTION
+    line = len(path.read_text().splitlines()) + 2
+    path.write_text(path.read_text() + ROW)
+    file, old, new = {
+        "": (ATTENTION, "", ""),
+        "its file": (ATTENTION, "summary:", "sumary: x\nsummary:"),
+        "its row": (ATTENTION, "tile: {stages: 4}}", "tile: {stages: many}}"),
+        "another file": (TOPK, "summary:", "sumary: x\nsummary:"),
+        "a target": (SM90, "summary:", "sumary: x\nsummary:"),
+        "a precision": (PRECISIONS, "bits: 4", "bits: some"),
+    }[elsewhere]
+    line += elsewhere == "its file"
+    (specs / file).write_text((specs / file).read_text().replace(old, new))
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    told = [re.sub("; .*", "", sentence) for sentence in told_at(line, caught.value)]
+    of_sm90 = [] if elsewhere == "a target" else ["unknown mma 'wgmmma'", "sm90 has no copy engine 'tma_loda'"]
+    values = ["kernels[2].tile.stages must be an integer, not 'many'"] if elsewhere == "its row" else []
+    wanted = ["unknown target 'sm99'", "unknown precision 'fp7'", *of_sm90]
+    assert sorted(re.sub(r"\[\d+\]", "[2]", sentence) for sentence in told) == sorted([*wanted, *values]), caught.value
+    others = {"": 0, "its row": 0, "a precision": 2}.get(elsewhere, 1)  # two formats have 4 bits
+    assert len(caught.value.mistakes) == len(told) + others, caught.value
+
+
+def test_what_no_target_has_is_told_of_a_row_without_a_target_that_there_is(specs: Path) -> None:
+    path = specs / ATTENTION
+    line = len(path.read_text().splitlines()) + 2
+    path.write_text(path.read_text() + ROW.replace("sm99, sm90", "sm99"))
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    assert {
+        "unknown target 'sm99'",
+        "unknown precision 'fp7'",
+        "no target has the mma 'wgmmma', 'wgmma'",
+        "no target has the copy engine 'tma_loda', 'tma_load'",
+    } == {re.sub("; known:[^?]*(; did you mean|$)|[?]", ",", each).strip(",") for each in told_at(line, caught.value)}
+
+
+def test_the_nearest_element_is_named(specs: Path) -> None:
+    path = specs / SM90
+    path.write_text(path.read_text().replace("float32: 66.9}", "floot32: 66.9}"))
+    with pytest.raises(SpecError, match=r"names 'floot32', which no mma .*; did you mean 'float32'\?"):
+        load(specs)
 
 
 def test_all_keys_that_are_missing_are_told_at_once(specs: Path) -> None:

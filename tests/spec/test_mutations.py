@@ -6,11 +6,13 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mutations import Mutation, mutations, texts_by_place
 
 from msa_tiles import codegen, paths
@@ -105,6 +107,27 @@ def test_unknown_and_duplicate_keys_are_reported_on_their_line(file: str, specs:
                         assert (mistake.where.file, mistake.where.line) == (root.where.file, mutation.line), mutation
             else:
                 assert mutation.what == "key renamed", mutation
+
+
+@pytest.mark.parametrize("file", ["operators/scale.yaml", "targets/toy.yaml", "precisions.yaml"])
+def test_every_change_beside_a_mistake_is_told_or_serves(file: str, tmp_path: Path) -> None:
+    """What has no mistake is rendered, in whatever state the rest is: nothing but SpecError comes out."""
+    shutil.copytree(Path(__file__).parents[1] / "codegen" / "data", tmp_path, dirs_exist_ok=True)
+    operator, path = tmp_path / "specs" / "operators" / "scale.yaml", tmp_path / "specs" / file
+    operator.write_text(operator.read_text().replace("targets: [toy]", "targets: [toy, roy]"))
+    root = yaml.compose(path.read_text())
+    served = []
+    for mutation in mutations(root, texts_by_place([root])):
+        with mutation.applied():
+            path.write_text(yaml.serialize(root))
+        try:
+            codegen.checked([tmp_path / "specs"], [tmp_path / "skeletons"])
+            served.append(mutation.trail)
+        except SpecError as error:
+            assert all(re.match(r"\S+:\d+: \S", line) for line in str(error).splitlines()), f"{mutation}: {error}"
+    # What mends it: without the row, its targets, or the one that there is not.
+    targets = ("kernels", 0, "targets")
+    assert served == ([targets[:2], targets, (*targets, 1)] if file == "operators/scale.yaml" else [])
 
 
 def load_with(file: str | None, known: Mapping[str, Mapping]) -> Specs:
