@@ -17,6 +17,7 @@ A tree is code, as a wheel is. It is used if it belongs to this user or to root,
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
 import stat
@@ -58,6 +59,15 @@ class Tree:
     @property
     def generated(self) -> Path:
         return self.directory / "generated"
+
+
+def state_of_specs(tree: Tree) -> str:
+    """A digest of the names and texts of a tree's specs, which its index keeps."""
+    state = hashlib.sha256()
+    for file in sorted(tree.specs.rglob("*.yaml")):
+        for part in (file.relative_to(tree.specs).as_posix().encode(), file.read_bytes()):
+            state.update(hashlib.sha256(part).digest())
+    return state.hexdigest()[:16]
 
 
 class Use:

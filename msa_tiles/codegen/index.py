@@ -13,6 +13,7 @@ from msa_tiles.paths import generated_dir
 from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
 INDEX = "index.json"
+SPECS = "specs"  # the state of a tree's specs that its kernels were generated from
 FORMAT = 2
 _NAMED = ("targets", "formats", "precisions")
 _WIDTH = 240  # a workload fits

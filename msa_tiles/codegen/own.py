@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Sequence
 
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
-from msa_tiles.codegen.index import INDEX, joined
+from msa_tiles.codegen.index import INDEX, SPECS, joined
 from msa_tiles.codegen.writer import Generated, checked, produce
 from msa_tiles.spec import Specs, load
 from msa_tiles.spec.model import frozen
@@ -37,7 +38,8 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
     lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if is_generated(tree))]
     wanted = {*requested, *_present(top)}
-    return produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
+    made = produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
+    return dataclasses.replace(made, index={**made.index, SPECS: trees.state_of_specs(top)})
 
 
 def produce_for(specs: Specs, target: str) -> Generated:
@@ -63,6 +65,15 @@ def _present(tree: trees.Tree) -> set[str]:
     except (ValueError, KeyError):
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in tree.generated.rglob("*.py"))
         return {cell.split(".")[2] for text in texts for cell in recorded_digests(text) if cell.count(".") > 2}
+
+
+def has_changed(tree: trees.Tree) -> bool:
+    """Whether a tree's specs are other than those that its kernels were generated from, as far as its index says."""
+    try:
+        recorded = json.loads((tree.generated / INDEX).read_text(encoding="utf-8"))[SPECS]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that whoever needs it refuses
+        return False
+    return recorded != trees.state_of_specs(tree)
 
 
 def is_generated(tree: trees.Tree) -> bool:

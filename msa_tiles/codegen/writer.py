@@ -14,7 +14,7 @@ from typing import Any
 from msa_tiles.codegen.contract import MADE_BY, contract_of, header
 from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
-from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
+from msa_tiles.codegen.index import INDEX, SPECS, added, dumps, index, is_known
 from msa_tiles.codegen.marks import no_module, sizes_amiss
 from msa_tiles.codegen.plan import Cell, CellError, CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
@@ -256,7 +256,9 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
         for cell in generated.index["cells"]
         if selection.holds(cell["id"]) or cell["id"] in kept
     ]
-    return {**generated.index, "cells": cells}
+    # Where some cells stay as they are, so does what they were generated from.
+    state = {SPECS: present.get(SPECS, generated.index[SPECS])} if SPECS in generated.index else {}
+    return {**generated.index, **state, "cells": cells}
 
 
 def _folders() -> list[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msa_tiles import console, names
+from msa_tiles import console, names, trees
 from msa_tiles.names import counted
 from msa_tiles.spec.model import DSLS
 
@@ -158,6 +158,17 @@ def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
         remedy = ungenerated(registry, **filters) or "`msa-tiles support` lists all"
         raise ValueError(f"no cell matches {filter_text(filters) or 'an empty index'}; {remedy}")
     return cells
+
+
+def tell_changed_specs() -> None:
+    """Complain of trees in use whose specs are other than those that their kernels were generated from."""
+    from msa_tiles.codegen.own import has_changed
+
+    for tree in filter(has_changed, trees.stack()):
+        console.complain(
+            f"the specs of {tree.directory} have changed since its kernels were generated, which are as they were: run "
+            f"`msa-tiles generate --tree {tree.directory}`"
+        )
 
 
 def ungenerated(

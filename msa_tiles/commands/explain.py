@@ -19,6 +19,7 @@ from msa_tiles.commands._options import (
     is_target,
     known_names,
     refuse_ungenerated,
+    tell_changed_specs,
     ungenerated,
 )
 from msa_tiles.commands.support import is_generated
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
+    tell_changed_specs()
     if args.op == DENSE:
         text = f"{DENSE} runs FlashAttention-4 where it is installed and takes the call, else torch's attention."
         console.say(json.dumps({"op": DENSE, "runs": text}, indent=1) if args.json else text)

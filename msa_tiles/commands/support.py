@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, trees
-from msa_tiles.commands._options import add_filters, select, show_lacks
+from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_specs
 from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.accuracy and args.operands:
         raise ValueError("--accuracy and --operands are two tables: ask for one of them")
     registry = default_registry()
+    tell_changed_specs()
     # A target without any kernel is no mistake here: what it lacks is shown.
     bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
     of_kernels = args.json or args.accuracy or args.operands

@@ -193,6 +193,35 @@ def test_explain_and_support_say_where_a_kernel_comes_from(
     assert str(tree) not in capsys.readouterr().out
 
 
+def test_specs_of_a_tree_that_have_changed_since_are_told(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: None
+) -> None:
+    operator = write(
+        tmp_path / "specs/operators/combine.yaml", "op: combine\ninherits: combine\nkernels: []\nsummary: own words\n"
+    )
+    named, asked = ["--tree", str(tmp_path)], (["support"], ["explain", "combine", "--device", "sm90"])
+    assert cli.main(["generate", *named]) == 0
+
+    def told() -> list[bool]:
+        capsys.readouterr()
+        found = []
+        for command in asked:
+            assert cli.main([*command, *named]) == 0
+            err = capsys.readouterr().err
+            found.append(f"the specs of {tmp_path.resolve()} have changed since its kernels were generated" in err)
+        return found
+
+    assert told() == [False, False]
+    operator.write_text(operator.read_text().replace("own", "other"))
+    assert told() == [True, True]
+    assert cli.main(["generate", "--op", "combine", "--dsl", "tilelang", *named]) == 0
+    assert told() == [True, True], "other cells stay as they were"
+    assert cli.main(["generate", *named]) == cli.main(["generate", "--check", *named]) == 0
+    assert told() == [False, False]
+    write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
+    assert told() == [True, True]
+
+
 def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_it(tree: Path) -> None:
     with msa_tiles.use_tree(tree):
         registry = default_registry()
