@@ -22,8 +22,16 @@ _LEFT_OUT = pytest.StashKey[int]()
 # Tensors of tests are small, and tests run side by side: threads would wait for each other.
 torch.set_num_threads(1)
 # How long an example takes is the machine's business, not the code's. Nothing is kept between runs: an example that
-# failed once would be tried again in that checkout for ever, whatever has become of it. The seed repeats a run.
-hypothesis.settings.register_profile("msa_tiles", deadline=None, database=None, print_blob=True)
+# failed once would be tried again in that checkout for ever, whatever has become of it. The seed repeats a run, which
+# hypothesis would not look at where CI is set.
+hypothesis.settings.register_profile(
+    "msa_tiles",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    derandomize=False,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("msa_tiles")
 
 
