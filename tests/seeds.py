@@ -131,11 +131,13 @@ class Seeds:
             reports = runtestprotocol(item, log=False, nextitem=sibling)
             if not self.draws or any(not report.passed for report in reports):
                 break
-        self.ran(item, number)
+        count = number + 1 - self.numbers.start if self.draws else 0
         self._under(0)
         call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown")
         if call.excinfo is not None:
             reports.append(item.ihook.pytest_runtest_makereport(item=item, call=call))
+        # Whether it draws, and how often it ran, in a report of `--junit-xml`.
+        reports[-1].user_properties.append(("seeds", count))
         for report in reports:
             if report.failed:
                 place = f"MSA_TILES_SEED={self._seed} pytest --seeds {number}-{number} '{item.nodeid}'"
@@ -145,10 +147,6 @@ class Seeds:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
-
-    def ran(self, item: pytest.Item, number: int) -> None:
-        """Whether a test draws, and how often it ran, beside it in a report of `--junit-xml`."""
-        item.user_properties.append(("seeds", number + 1 - self.numbers.start if self.draws else 0))
 
 
 class _Sibling:

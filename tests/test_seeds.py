@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import hypothesis
 import pytest
@@ -126,15 +127,21 @@ def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
             found.setdefault(name, []).append(value)
         return done.stdout, found
 
-    out, found = run("--seeds", "60")
+    out, found = run("--seeds", "60", "--junit-xml", "told.xml")
     assert "1 failed, 6 passed, 1 skipped" in out, out
     assert len(found["nothing"]) == 1, "a test that draws nothing runs once"
     for name in ("shared", "torch", "numpy", "none"):
         assert len(set(found[name])) == len(found[name]) == 60, name
     assert len({value.split()[0] for value in found["shared"]}) == 1, "a fixture of the module is drawn once"
     assert len(set(found["hypothesis"])) > 1000
+    told = {
+        case.attrib["name"].removeprefix("test_"): each.attrib["value"]
+        for case in ElementTree.parse(tmp_path / "told.xml").iter("testcase")
+        for each in case.iter("property")
+    }
     [(number, place)] = re.findall(r"run (\d+) of 0 to 59; again: (.*)", out)
     assert len(found["rare"]) == int(number) + 1, "it stops where it fails"
+    assert (told["of_nothing"], told["of_torch"], told["rare"]) == ("0", "60", str(int(number) + 1))
     # The run that failed, alone and in another process.
     assert re.fullmatch(rf"MSA_TILES_SEED={os.environ['MSA_TILES_SEED']} pytest --seeds {number}-{number} '.*'", place)
     out, again = run("--seeds", f"{number}-{number}")
