@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
@@ -46,7 +46,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "most kernels)",
     )
     parser.add_argument(
-        "--precision", help="precision of the call, or its group (default bf16, or the first that the operator has)"
+        "--precision",
+        help="precision of the call, its group, or a pair such as q8k8+q16kv8: that of index keys + that of keys and "
+        "values (default bf16, or the first that the operator has)",
     )
     add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
     add_names(parser, "--feature", "NAME,…", "what the call needs, such as paged")
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from msa_tiles import ops as operators
+    from msa_tiles.runtime import pairs
     from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
@@ -89,12 +92,9 @@ def run(args: argparse.Namespace) -> int:
         own = [cell.precision for cell in registry.of(args.op)]
         args.precision = own[0] if own and "bf16" not in own else "bf16"
     known = known_names(registry)
-    check("--precision", [args.precision], known["precision"])
-    reading = [cell for op in ops for cell in registry.of(op) if cell.reads]
-    served = {registry.group_of(cell.precision) for cell in reading}
-    if reading and args.precision not in {*registry.precisions, *served}:
-        known_groups = ", ".join(sorted(served))
-        raise ValueError(f"--precision {args.precision}: {args.op} has no kernels of it, only of {known_groups}")
+    check("--precision", args.precision.split("+"), known["precision"])
+    # Without sizes kernels say themselves why they refuse a precision.
+    asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=not args.queries)
     check("--feature", args.feature, known["feature"])
     check("--backend", [args.backend], ("auto", *DSLS))
     _check_sizes(args)
@@ -124,27 +124,29 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries:
-        return _rehearse(args, ops, name, device.target, registry)
+        return _rehearse(args, asked, name, device.target, registry)
     if torch_device.type != "cuda" and args.op in operators.__all__:
-        return _on_reference(args, ops, torch_device, device, registry)
-    decisions = {op: _decide(op, args, registry, torch_device, device) for op in ops}
-    alone = bool(registry.of(args.op))
-    shown = {args.op: decisions[args.op]} if alone else decisions
+        return _on_reference(args, asked, torch_device, device, registry)
+    shown = [_decide(op, precision, args, registry, torch_device, device) for op, precision in asked.items()]
     if args.json:
-        console.say(json.dumps([_described(decision, args, registry) for decision in shown.values()], indent=1))
-    elif alone:
-        _show(decisions[args.op], args, registry)
+        console.say(json.dumps([_described(decision, registry) for decision in shown], indent=1))
+    elif registry.of(args.op):
+        _show(shown[0], asked[args.op], args, registry)
     else:
-        console.say(f"{args.op} may launch kernels of {', '.join(ops)}.")
-        for decision in shown.values():
+        pair = pairs.pair_of("--precision", args.precision, registry)
+        console.say(f"{args.op} in {pair.in_words()} may launch kernels of {', '.join(asked)}.")
+        for op in ops:
+            if op not in asked:
+                console.say(f"It launches none of {op}, which has kernels of {pairs.precisions_of(registry.of(op))}.")
+        for decision in shown:
             console.say()
-            _show(decision, args, registry)
-    return 0 if all(decision.chosen is not None for decision in shown.values()) else 1
+            _show(decision, asked[decision.call.op], args, registry)
+    return 0 if all(decision.chosen is not None for decision in shown) else 1
 
 
 def _on_reference(
     args: argparse.Namespace,
-    ops: Sequence[str],
+    asked: Mapping[str, str],
     torch_device: torch.device,
     device: DeviceFacts,
     registry: Registry,
@@ -154,10 +156,9 @@ def _on_reference(
     from msa_tiles.explaining.report import REFERENCE
 
     backends.check(args.backend, torch_device)
-    shown = [args.op] if registry.of(args.op) else ops
     if args.json:
-        decisions = (_decide(op, args, registry, torch_device, device) for op in shown)
-        described = [_described(decision, args, registry) | {"runs": REFERENCE} for decision in decisions]
+        decisions = (_decide(op, name, args, registry, torch_device, device) for op, name in asked.items())
+        described = [_described(decision, registry) | {"runs": REFERENCE} for decision in decisions]
         console.say(json.dumps(described, indent=1))
     else:
         console.say(f"{args.op} on {device}\n  runs on {REFERENCE}")
@@ -176,26 +177,27 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError("--keys and --requests need --queries: the query tokens of each request")
 
 
-def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, target: str | None, registry: Registry) -> int:
+def _rehearse(
+    args: argparse.Namespace, asked: Mapping[str, str], name: str, target: str | None, registry: Registry
+) -> int:
     """A dry run of a call of these sizes."""
     from msa_tiles import ops as operators
     from msa_tiles.explaining import explain
     from msa_tiles.explaining.examples import call_of
+    from msa_tiles.runtime.pairs import model_of, pair_of
     from msa_tiles.runtime.parts import WHOLES
 
     if args.op not in operators.__all__:
         raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
     if set(args.feature) - {"paged"}:
         raise ValueError(f"--feature {','.join(args.feature)}: with --queries only paged can be said; leave one out")
-    serving = {op: registry.serving(op, args.precision) for op in reversed(ops)}
-    cells = [next(iter(registry.select(op, precision=each)), registry.of(op)[0]) for op, each in serving.items()]
+    cells = [model_of(op, asked[op], registry) for op in reversed(list(asked))]
     dims = {dim: value for cell in cells for dim, value in cell.ci[0].items()} | dict(args.variant)
     if "paged" in args.feature and not dims.get("pages_per_block"):
         dims["pages_per_block"] = 1
-    group = [name for name in registry.precisions if registry.group_of(name) == args.precision]
-    precisions = [args.precision] if args.precision in registry.precisions else group
     keys = args.queries if args.keys is None else args.keys
-    call = call_of(args.op, dims, precisions, args.queries, keys, args.requests, registry)
+    pair = pair_of("--precision", args.precision, registry)
+    call = call_of(args.op, dims, pair, args.queries, keys, args.requests, registry)
     if args.batch_invariant:
         if "batch_invariant" not in inspect.signature(getattr(operators, args.op)).parameters:
             raise ValueError(f"--batch-invariant: {args.op} has no such argument")
@@ -204,36 +206,36 @@ def _rehearse(args: argparse.Namespace, ops: Sequence[str], name: str, target: s
     told = explain(getattr(operators, args.op), **call, **backend, device=name)
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
     if target is not None and not (told.served or args.json):
-        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, *serving.values())
+        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, *asked.values())
     return 0 if told.served else 1
 
 
 def _decide(
-    op: str, args: argparse.Namespace, registry: Registry, torch_device: torch.device, device: DeviceFacts
+    op: str,
+    asked: str,
+    args: argparse.Namespace,
+    registry: Registry,
+    torch_device: torch.device,
+    device: DeviceFacts,
 ) -> Decision:
-    """Which of an operator's kernels would run."""
+    """Which of an operator's kernels would run for a call in a precision or group."""
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts
+    from msa_tiles.runtime.pairs import model_of
 
-    cells, asked = registry.of(op), registry.serving(op, args.precision)
-    own = {dim for cell in cells for dim in cell.variants}
+    model, serving = model_of(op, asked, registry), registry.serving(op, asked)
+    own = {dim for cell in registry.of(op) for dim in cell.variants}
     given = {dim: value for dim, value in args.variant if dim in own}
     features = frozenset(args.feature)
     features -= {"k_offset"} if _takes_shards(op) else set()
-    # A group stands for the first precision in which the operator has kernels; what reads nothing of it has its own.
-    model = next(iter(registry.select(op, precision=asked)), cells[0])
-    named = asked in registry.precisions and (op == args.op or registry.select(op, precision=asked))
-    precision = asked if named else model.precision
-    call = CallFacts(op, torch_device, precision, {**model.ci[0], **given}, features)
+    # A group stands for the first precision in which the operator has kernels.
+    precision = serving if serving in registry.precisions else model.precision
+    variant = {**model.ci[0], **given}
+    call = CallFacts(op, torch_device, precision, variant, features, widened=serving != asked)
     return decide(call, device, registry, args.backend)
 
 
-def _is_widened(decision: Decision, args: argparse.Namespace, registry: Registry) -> bool:
-    """Whether the kernel is one of another precision than that of the call, whose queries are widened for it."""
-    return decision.call.precision == registry.serving(decision.call.op, args.precision) != args.precision
-
-
-def _described(decision: Decision, args: argparse.Namespace, registry: Registry) -> dict[str, Any]:
+def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
     """A decision as `explain --json` prints it."""
     from msa_tiles.runtime import evidence
 
@@ -243,7 +245,7 @@ def _described(decision: Decision, args: argparse.Namespace, registry: Registry)
         "device": str(decision.device),
         "target": decision.device.target,
         "precision": decision.call.precision,
-        "widened": _is_widened(decision, args, registry),
+        "widened": decision.call.widened,
         "variant": dict(decision.call.variant),
         "features": sorted(decision.call.features),
         "runs": None if chosen is None else chosen.cell.id,
@@ -264,8 +266,8 @@ def _described(decision: Decision, args: argparse.Namespace, registry: Registry)
     }
 
 
-def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
-    """One operator's kernels, as text."""
+def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Registry) -> None:
+    """One operator's kernels for a call in a precision or group, as text."""
     from msa_tiles.explaining.report import widening
     from msa_tiles.runtime import evidence, packs
     from msa_tiles.runtime.compiler import variant_text
@@ -273,8 +275,8 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
     call, op = decision.call, decision.call.op
     needs = f", needs {', '.join(sorted(call.features))}" if call.features else ""
     console.say(f"{op} on {decision.device}: {call.precision}, {variant_text(call.variant)}{needs}")
-    if _is_widened(decision, args, registry):
-        console.say(f"  {args.precision}: {widening(call.precision)}")
+    if call.widened:
+        console.say(f"  {asked}: {widening(call.precision)}")
     if "k_offset" in args.feature and _takes_shards(op):
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
@@ -292,6 +294,7 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
     if decision.chosen is None:
         console.say("No kernel serves this call. CPU tensors, and backend='reference', run on msa_tiles.reference.")
         if device_target := decision.device.target:
+            _say_served(decision, args, registry)
             _say_remedy(registry, [op], device_target, call.precision)
         return
     if decision.figure is not None:
@@ -303,6 +306,18 @@ def _show(decision: Decision, args: argparse.Namespace, registry: Registry) -> N
         other = "" if figure.precision == call.precision else f", {figure.precision}, which tells the faster DSL"
         console.say(f"Measured on {figure.card}, {figure.workload}{other}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
+
+
+def _say_served(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
+    """In which precisions kernels would serve a call that none does in its own."""
+    from msa_tiles.runtime import pairs
+
+    call, target = decision.call, decision.device.target
+    dsl = "" if args.backend == "auto" else f"{args.backend} "
+    there = registry.select(call.op, dsl.strip() or None, target)
+    if not pairs.alike(there, call.precision, registry):
+        what = f"{dsl}kernels of {pairs.precisions_of(there)}" if there else f"no {dsl}kernels"
+        console.say(f"On {target} {call.op} has {what}.")
 
 
 def _say_remedy(registry: Registry, ops: Sequence[str], target: str, *precisions: str) -> None:

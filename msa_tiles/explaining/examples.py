@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.quant import GROUPS, PACKED, QuantizedTensor
+from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.registry import Registry
 
 # What the specs' workloads have where a kernel is not compiled for it.
@@ -20,7 +21,7 @@ DEFAULTS = {"num_kv_heads": 4, "topk": 16, "block_size": 128, "head_dim": 128, "
 def call_of(
     op: str,
     dims: Mapping[str, int],
-    precisions: Sequence[str],
+    pair: Pair,
     queries: int,
     keys: int,
     requests: int,
@@ -28,8 +29,7 @@ def call_of(
 ) -> dict[str, Any]:
     """The arguments of a call of `requests` requests, each with so many queries and keys, by name.
 
-    Dims that are not given are those of the specs' workloads. Attention's tensors are of the first of the precisions
-    that says how keys and values are stored, the indexer's of the first that says so of index keys; else BF16.
+    Dims that are not given are those of the specs' workloads.
     """
     d = {**DEFAULTS, **dims}
     heads, kv_heads, block = d["group"] * d["num_kv_heads"], d["num_kv_heads"], d["block_size"]
@@ -42,12 +42,10 @@ def call_of(
     per_token = bool(d.get("token_scales", 0) or d.get("key_scales", 0))
 
     def stored(keys: str, role: str, *shape: int, per_token: bool = False) -> Any:
-        found = (registry.precisions[name].formats for name in precisions)
-        formats = next((formats for formats in found if keys in formats), None)
-        name = "bf16" if formats is None else formats[role]
+        name = registry.precisions[pair.attention if keys == "key_value" else pair.indexer].formats[role]
         if name in GROUPS:
             return _packed(name, *shape)
-        dtype = torch.bfloat16 if formats is None else getattr(torch, registry.formats[name]["storage"])
+        dtype = getattr(torch, registry.formats[name]["storage"])
         value = _meta(*shape, dtype=dtype)
         return value if dtype.itemsize > 1 else QuantizedTensor(value, _float(*(shape[:-1] if per_token else ())))
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from msa_tiles import ops
-from msa_tiles.call import backends, formats
+from msa_tiles.call import backends
 from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.report import REFERENCE, Asked, Expectation, Explanation, Launched, widening
 from msa_tiles.explaining.sequences import sequences_of
@@ -30,9 +30,9 @@ from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime import packs
 from msa_tiles.runtime.compiler import find_compiled
 from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
-from msa_tiles.runtime.facts import CallFacts, DeviceFacts, card_facts, device_facts, standing_for, target_facts
+from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
 from msa_tiles.runtime.parts import WHOLES
-from msa_tiles.runtime.registry import WIDENING, Registry, default_registry
+from msa_tiles.runtime.registry import Registry, default_registry
 
 # Those that were timed as a whole, with the roofline of just these.
 TIMED = ("msa_decode",)
@@ -262,7 +262,7 @@ def _report(
             "batch_invariant: the bits of a row depend on nothing else in the batch; calls without it were timed."
         )
     whole = _whole(op, met, expected, facts)
-    kernels = tuple(_launched(entry, op, registry, expected.get(id(entry)), bound) for entry in met.entries)
+    kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     return Explanation(op, str(facts), facts.target, runs, kernels, *memory, whole, tuple(notes))
 
 
@@ -318,12 +318,10 @@ def _whole(op: str, met: _Met, expected: Mapping[int, Expectation], facts: Devic
     return Expectation(floor, parts[0].device, ms, max(within, default=None), rows, parts[0].card)
 
 
-def _launched(
-    entry: _Entry, op: str, registry: Registry, expectation: Expectation | None, bound: Mapping[str, Any]
-) -> Launched:
+def _launched(entry: _Entry, op: str, registry: Registry, expectation: Expectation | None) -> Launched:
     decision, chosen = entry.decision, entry.decision.chosen
     notes: list[str] = []
-    if _is_widened(decision.call, bound, registry):
+    if decision.call.widened:
         notes.append(widening(decision.call.precision))
     origin = place = None
     if chosen is not None:
@@ -345,16 +343,6 @@ def _launched(
         expectation=None if decision.call.op == op else expectation,
         notes=tuple(notes),
     )
-
-
-def _is_widened(call: CallFacts, bound: Mapping[str, Any], registry: Registry) -> bool:
-    """Whether a kernel gets the indexer's queries in bfloat16 that the call has in a narrower format."""
-    queries = bound.get("idx_q")
-    queries = queries.data if isinstance(queries, QuantizedTensor) else queries
-    if call.op not in WIDENING or call.precision not in registry.precisions or not isinstance(queries, Tensor):
-        return False
-    taken = registry.formats[registry.precisions[call.precision].formats["query"]]["storage"]
-    return formats.is_quantised(queries) and taken == "bfloat16"
 
 
 def origin_of(candidate: Candidate, registry: Registry) -> tuple[str, str | None]:

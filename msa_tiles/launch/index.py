@@ -141,8 +141,10 @@ def has_odd_scales(given: Index) -> bool:
     return formats.is_packed(given.idx_k) and scale is not None and packed.is_odd(given.idx_k, scale)
 
 
-def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> None:
-    """Fill the scores; ``launch`` gets calls with keys, requests and an output that is not empty."""
+def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor, widened: bool = False) -> None:
+    """Fill the scores; ``launch`` gets calls with keys, requests and an output that is not empty. Queries may have been
+    ``widened``.
+    """
     given, block_size = call.operands, call.block_size
     idx_q, idx_k, where, *_ = given
     facts = lookup.call_facts(
@@ -158,6 +160,7 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> N
         queries=idx_q.shape[0],
         heads=idx_q.shape[1],
         unaligned=has_odd_scales(given),
+        widened=widened,
     )
     kernel = lookup.find_kernel(facts, call.backend)
     score = out.transpose(0, 1) if call.token_major else out
@@ -171,7 +174,8 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor) -> N
 
 def run_index_scores(call: ScoreCall, out: Tensor) -> None:
     """The same for index_score."""
-    run_scores("index_score", launch_scores, call._replace(operands=widened(call.operands)), out)
+    wide = call._replace(operands=widened(call.operands))
+    run_scores("index_score", launch_scores, wide, out, is_widened(call.operands))
 
 
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, score: Tensor) -> None:
@@ -311,8 +315,8 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
     """What runs select_blocks; None on the reference, and where a size is 0, though a kernel must be there then too."""
     if backends.runs_reference(call.backend, call.device):
         return None
-    given, block_size = call.operands, call.block_size
-    if is_widened(given):  # what the launch makes of them is as dense as this
+    given, block_size, narrow = call.operands, call.block_size, is_widened(call.operands)
+    if narrow:  # what the launch makes of them is as dense as this
         given = given._replace(idx_q=given.idx_q.new_empty(given.idx_q.shape, dtype=torch.bfloat16), q_scale=None)
     idx_q, idx_k, where, *_ = given
     heads_per_group = idx_q.shape[1] // call.num_kv_heads
@@ -328,6 +332,7 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
         queries=idx_q.shape[0],
         heads=idx_q.shape[1],
         unaligned=has_odd_scales(given),
+        widened=narrow,
     )
     kernel = lookup.find_kernel(facts, call.backend)
     if out.numel() == 0 or idx_k.numel() == 0 or where.num_requests == 0:

@@ -56,11 +56,12 @@ def call_facts(
     queries: int,
     heads: int = 1,
     unaligned: bool = False,
+    widened: bool = False,
 ) -> CallFacts:
     """What the dispatcher needs to know. ``wide`` are the tensors that a kernel reads 16 bytes or more at a time.
 
     ``heads`` are the most that one of the tensors has; ``unaligned`` says that another tensor lies where kernels cannot
-    read what they read at a time.
+    read what they read at a time, ``widened`` that queries came in a narrower format.
     """
     if heads > MOST_HEADS:
         refusals = (*refusals, f"{heads} heads, wanted at most {MOST_HEADS}: they lie along an axis of the grid")
@@ -75,7 +76,7 @@ def call_facts(
         features.add("strided_unaligned")
     if any(expanded(tensor) for tensor in wide):
         features.add("expanded")
-    return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries))
+    return CallFacts(op, device, precision, variant, frozenset(features), refusals, tuned.bucket(queries), widened)
 
 
 @trees.cached(maxsize=256)

@@ -17,6 +17,7 @@ from msa_tiles.explaining import explain
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.quant import GROUPS, QuantizedTensor, layouts
 from msa_tiles.runtime import toolchain
+from msa_tiles.runtime.pairs import pair_of
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.verify.cases import Case
 
@@ -92,7 +93,7 @@ def _refusal(name: str, dims: tuple[tuple[str, int], ...], scales: str) -> str:
     registry = default_registry()
     cell = next(cell for cell in registry.cells if cell.id == name)
     op = PARTS.get(cell.op, cell.op)
-    call = call_of(op, dict(dims), [cell.precision], 256, 1024, 2, registry)
+    call = call_of(op, dict(dims), pair_of("precision", cell.precision, registry), 256, 1024, 2, registry)
     told = next(name for name in TOLD if name in call)
     try:
         call[told] = _with(call[told], scales)

@@ -39,7 +39,8 @@ class CallFacts:
 
     `variant` holds the call's value for every compile-time dim of the operator. `features` names what the call needs
     beyond flat tensors (`paged`, `q_positions`). `refusals` are reasons for which no kernel at all can serve it. `size`
-    is the bucket of its number of queries (see `msa_tiles.runtime.tuned`), 0 when nobody said.
+    is the bucket of its number of queries (see `msa_tiles.runtime.tuned`), 0 when nobody said. `widened` tells that its
+    queries came in a narrower format than that of `precision`.
     """
 
     op: str
@@ -49,6 +50,7 @@ class CallFacts:
     features: frozenset[str] = field(default_factory=frozenset)
     refusals: tuple[str, ...] = ()
     size: int = 0
+    widened: bool = False
 
 
 _stood_for: contextvars.ContextVar[DeviceFacts | None] = contextvars.ContextVar("device stood for", default=None)

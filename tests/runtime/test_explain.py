@@ -9,6 +9,7 @@ import pytest
 from msa_tiles import cli, ops
 from msa_tiles.explaining import explain as rehearse
 from msa_tiles.explaining.examples import call_of
+from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
 from msa_tiles.runtime.registry import default_registry
 
@@ -25,7 +26,9 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 def test_a_call_of_several_kernels_shows_each(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = explain(capsys, op, "--device", "sm90", "--variant", "block_size=64", "head_dim=64")
     assert status == 0
-    for part in PARTS[op]:
+    of_bf16 = {cell.op for cell in REGISTRY.select(precision="bf16")}
+    assert set(PARTS[op]) - of_bf16 == {part for part in PARTS[op] if f"\nIt launches none of {part}," in text}
+    for part in of_bf16.intersection(PARTS[op]):
         section = text[text.index(f"\n{part} on ") :].split("\n\n")[0]
         assert f"\nRuns {part}." in section
         if "block_size" in default_registry().of(part)[0].variants:
@@ -44,7 +47,7 @@ def test_parts_that_read_nothing_quantised_run_in_their_own_precision(capsys: py
 def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
     op: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = call_of(op, {}, [precision], 64, 64, 1, REGISTRY)
+    call = call_of(op, {}, Pair(precision, "bf16"), 64, 64, 1, REGISTRY)
     [launched] = rehearse(getattr(ops, op), **call, device="sm90").kernels
     serving, widened = REGISTRY.serving(op, precision), "queries are widened to bfloat16, for kernels of"
     assert launched.cell is not None and launched.precision == serving
@@ -60,6 +63,81 @@ def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
 
     [job] = jobs_for(f"{op},precision={precision}", REGISTRY, "sm90")
     assert job.cell.id == launched.cell
+
+
+INDEXERS, ATTENTIONS = (
+    [name for name, precision in REGISTRY.precisions.items() if role in precision.formats]
+    for role in ("index_key", "key_value")
+)
+
+
+@pytest.mark.parametrize("indexer", INDEXERS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_pair_has_one_precision_for_index_keys_and_one_for_keys_and_values(
+    indexer: str, attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = call_of("msa_decode", {}, Pair(indexer, attention), 2, 4096, 1, REGISTRY)
+    launched = {each.op: each for each in rehearse(ops.msa_decode, **call, device="sm90").kernels}
+    status, text = explain(capsys, "msa_decode", "--device", "sm90", "--precision", f"{indexer}+{attention}")
+    assert status == 0
+    assert text.startswith(f"msa_decode in {indexer} (index keys) and {attention} (keys and values) may launch")
+    assert f"\ndecode_score on NVIDIA H100 80GB HBM3 (sm90): {indexer}, " in text
+    assert f"\nsparse_decode on NVIDIA H100 80GB HBM3 (sm90): {attention}, " in text
+    assert all(f"\nRuns {launched[op].cell}, from" in text for op in ("decode_score", "sparse_decode", "combine"))
+    with_sizes = ("--precision", f"{indexer}+{attention}", "--queries", "2", "--keys", "4096")
+    status, text = explain(capsys, "msa_decode", "--device", "sm90", *with_sizes)
+    assert status == 0 and all(f"\n{each.cell}  " in text for each in launched.values())
+
+
+@pytest.mark.parametrize("sizes", [(), ("--queries", "200")])
+@pytest.mark.parametrize(
+    ("op", "precision", "sentence"),
+    [
+        ("msa_decode", "q16kv8+q8k8", "did you mean q8k8+q16kv8?"),
+        ("msa_decode", "q8k8+q8k8", "q8k8 says nothing of keys and values; known: bf16, q16kv8, "),
+        ("msa_decode", "bf16+nvfp5", "--precision nvfp5 is unknown; did you mean nvfp4?"),
+        ("sparse_decode", "q8k8+q16kv8", "it reads keys and values alone, wanted --precision q16kv8"),
+        ("select_blocks", "fp8+q16kv4", "it reads index keys alone, wanted --precision q8k8"),
+        ("index_kl", "q8k8+q16kv8", "index_kl has no kernels of it, only of bf16"),
+        ("msa_attention", "q8k8", "because index_kl has none of q8k8+bf16, only of bf16; select_blocks and "),
+        ("msa_attention", "bf16+q16kv8", "because index_kl has none of bf16+q16kv8, only of bf16"),
+    ],
+)
+def test_a_pair_that_is_not_served_says_what_is(
+    op: str, precision: str, sentence: str, sizes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = explain(capsys, op, "--device", "sm90", "--precision", precision, *sizes)
+    assert status == 2 and sentence in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("op", [op for op in PARTS if op in ops.__all__])
+@pytest.mark.parametrize("precision", [*REGISTRY.precisions, "fp8", "nvfp4", "fp4"])
+def test_every_precision_is_served_or_refused_with_those_that_are(
+    op: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = explain(capsys, op, "--device", "sm90", "--precision", precision)
+    sized, text_of_sizes = explain(capsys, op, "--device", "sm90", "--precision", precision, "--queries", "8")
+    if status == 0:
+        assert sized == 0
+    else:
+        assert f"{op} has kernels of bf16" in text or f"{op} has no kernels of it" in text
+        assert sized == 2 and f"--precision {precision}: {op} has no kernels of it" in text_of_sizes
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "sentence"),
+    [
+        ("sm90", "auto", "On sm90 select_blocks has kernels of bf16, q16k4, q16kmx4, q8k8."),
+        ("sm90", "cutedsl", "On sm90 select_blocks has cutedsl kernels of bf16, q16k4, q16kmx4, q8k8."),
+        ("sm100", "auto", "On sm100 select_blocks has kernels of bf16."),
+    ],
+)
+def test_a_precision_that_is_refused_comes_with_those_of_the_target_and_dsl(
+    device: str, backend: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--precision", "q16kv8", "--device", device, "--backend", backend)
+    status, text = explain(capsys, "select_blocks", *asked)
+    assert status == 1 and f"\n{sentence}\n" in text
 
 
 def test_queries_are_widened_where_several_keys_share_a_byte() -> None:

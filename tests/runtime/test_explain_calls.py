@@ -19,6 +19,7 @@ from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.launch import attention, windows
 from msa_tiles.quant import QuantizedTensor
+from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
 
@@ -398,7 +399,7 @@ def test_other_calls_are_as_before_meanwhile_and_afterwards() -> None:
     ("label", "requests", "keys"), [("decode_128k_b32", 32, 1 << 17), ("decode_1m_b1", 1, 1 << 20)]
 )
 def test_a_step_of_decoding_is_expected_from_steps_that_were_timed(label: str, requests: int, keys: int) -> None:
-    call = call_of("msa_decode", {"pages_per_block": 1}, ["bf16"], 1, keys, requests, default_registry())
+    call = call_of("msa_decode", {"pages_per_block": 1}, Pair("bf16", "bf16"), 1, keys, requests, default_registry())
     told = msa_tiles.explain(ops.msa_decode, **call, backend="cutedsl", device="sm90").expectation
     rows = expect.MEASURED.read_text()
     count = len(json.loads(rows)["rows"]["msa_decode bf16 cutedsl"])
