@@ -26,6 +26,7 @@ PARTS = {"shared_attention": "sparse_attention"}  # operators that others launch
 # Whose scales are told, the first one of these that a call has: K of attention has linear ones beside any of V.
 TOLD = ("v_cache", "cache", "v", "idx_k")
 FEW = 8  # queries
+PAGES = ("pages_per_block", "paged")  # compile-time dims that say how keys lie
 
 
 class Layout(NamedTuple):
@@ -39,17 +40,21 @@ class Layout(NamedTuple):
         return f"{self.keys}, {self.scales} scales" if self.scales else self.keys
 
 
-def of_point(point: Mapping[str, int]) -> str:
-    """How keys lie at a compile-time point."""
+def of_point(cell: Cell, point: Mapping[str, int]) -> str:
+    """How keys lie for a cell at a compile-time point."""
+    if cell.op.startswith("append_"):
+        return CACHE
+    if "paged" in point:
+        return CACHE if point["paged"] else FLAT
     pages = point.get("pages_per_block")
-    if pages is None:
-        return WITHOUT
-    return FLAT if pages == 0 else OF_BLOCKS if pages == 1 else SMALLER
+    if pages is not None:
+        return FLAT if pages == 0 else OF_BLOCKS if pages == 1 else SMALLER
+    return WITHOUT if {"key_value", "index_key"}.isdisjoint(cell.reads) else FLAT
 
 
 def of_case(case: Case) -> str:
     """How keys lie in a case of the grid."""
-    return CACHE if case.cell.op.startswith("append_") else of_point(case.point)
+    return of_point(case.cell, case.point)
 
 
 def samples(found: Iterable[Case]) -> list[Case]:
@@ -70,14 +75,11 @@ def samples(found: Iterable[Case]) -> list[Case]:
 def of_cell(cell: Cell, registry: Registry, scales: bool = True) -> tuple[Layout, ...]:
     """Every layout of a cell; with `scales` in each layout of groups' scales, and what is refused."""
     dims = {name: values[0] for name, values in cell.variants.items()}
-    if cell.op.startswith("append_"):
-        keys = {CACHE: dims}
-    elif "pages_per_block" in cell.variants:
-        keys = {}
-        for pages in sorted(cell.variants["pages_per_block"]):
-            keys.setdefault(of_point({"pages_per_block": pages}), dims | {"pages_per_block": pages})
-    else:
-        return (Layout(WITHOUT),)
+    how = next((name for name in PAGES if name in dims), None)
+    points = [dims] if how is None else [dims | {how: value} for value in sorted(cell.variants[how])]
+    keys: dict[str, dict[str, int]] = {}
+    for point in points:
+        keys.setdefault(of_point(cell, point), point)
     if not scales or GROUPS.keys().isdisjoint(registry.precisions[cell.precision].formats.values()):
         return tuple(map(Layout, keys))
     return tuple(

@@ -15,6 +15,7 @@ HEADING = (
     "from",
 )  # fmt: skip
 LEGEND = (
+    "layout: how the keys lie that are read or written, - where there are none; in `pages` of any size;\n"
     "worst error: largest of the outputs, with the one it is of, as `msa-tiles verify` measures it (`from`: where;\n"
     "* of an earlier one); accepted: the tolerance of the spec; beside torch: the error in times of that which the\n"
     "same computation in bfloat16 makes on the same inputs, of which 2 are accepted; torch: what that is off by on\n"

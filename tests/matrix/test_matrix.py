@@ -50,13 +50,32 @@ def test_the_walk_has_every_cell_in_every_layout_of_its_keys() -> None:
     assert not any(entry.layout.scales or entry.status == walk.REFUSED for entry in apart)
 
 
+def test_the_layout_is_that_of_the_keys_which_an_operator_reads_or_writes() -> None:
+    """A dash stands for none, in the table and as JSON."""
+    read = {op: {role for cell in REGISTRY.of(op) for role in cell.reads} for op in SPECS.operators}
+    described = [report.describe(entry, {}, "") for entry in entries()]
+    place = report.HEADING.index("layout")
+    assert [line[place] for line in report.lines(described)[1:]] == [row["layout"] for row in described]
+    for row in described:
+        assert (row["layout"] == "-") == read[row["op"]].isdisjoint({"key_value", "index_key"}), row["id"]
+    for op, wanted in {
+        "dequantize_kv": {layouts.FLAT, layouts.CACHE},
+        "append_kv": {layouts.CACHE},
+        "sparse_attention_backward": {layouts.FLAT},
+        "index_kl": {layouts.FLAT},
+        "index_lse": {layouts.FLAT},
+    }.items():
+        for cell in REGISTRY.of(op):
+            assert {entry.layout.keys for entry in entries() if entry.cell == cell} == wanted, cell.id
+
+
 def test_what_scales_are_refused_is_asked_of_the_operators() -> None:
     """Keys of 4 bits in each layout of their scales: interleaved ones are those of values in pages."""
     packed = [entry for entry in entries() if entry.layout.scales]
     assert {entry.group for entry in packed} == {"nvfp4", "fp4"}
     for entry in packed:
         keys, scales, refusal = entry.layout
-        attends = entry.cell.op in ("sparse_attention", "shared_attention", "sparse_decode")
+        attends = entry.cell.op in ("sparse_attention", "shared_attention", "sparse_decode", "dequantize_kv")
         served = scales == "linear" or (
             scales == "interleaved" and keys != layouts.FLAT and (attends or keys == layouts.CACHE)
         )
