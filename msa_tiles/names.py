@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The sentence about a name that is not known, with the one that may have been meant."""
+def unknown(what: str, name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """The sentence about a name that is not known, with the one that may have been meant, being so much alike."""
     every = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, every, n=1)
+    close = difflib.get_close_matches(name, every, n=1, cutoff=alike)
     meant = f"; did you mean {close[0]}?" if close else ""
     return f"{what} {name} is unknown{meant}{' Known' if close else '; known'}: {', '.join(every) or 'none'}"
 

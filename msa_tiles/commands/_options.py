@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from msa_tiles.runtime.facts import DeviceFacts
-    from msa_tiles.runtime.registry import Cell, Registry
+    from msa_tiles.runtime.registry import Cell, Registry, Target
     from msa_tiles.spec import Specs
+    from msa_tiles.spec.model import Target as TargetSpec
 
 MOST_JOBS = 8  # processes for each processor: more of them only take memory
 MOST_SECONDS = 600  # that one contender runs
@@ -80,10 +81,26 @@ def filter_text(filters: Mapping[str, Iterable[str]]) -> str:
     return " ".join(f"--{name} {','.join(given)}" for name, given in filters.items() if given)
 
 
-def check_filters(filters: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:
+def check_filters(
+    filters: Mapping[str, Iterable[str]],
+    known: Mapping[str, Collection[str]],
+    targets: Mapping[str, Target] | Mapping[str, TargetSpec],
+) -> None:
     """Raise ValueError for a name that nothing has, with the one that may have been meant."""
     for name, given in filters.items():
-        names.check(f"--{name}", given, known[name])
+        if name == "target":
+            check_targets("--target", given, targets)
+        else:
+            names.check(f"--{name}", given, known[name])
+
+
+def check_targets(option: str, given: Iterable[str], targets: Mapping[str, Target] | Mapping[str, TargetSpec]) -> None:
+    """Raise ValueError for a name that is no target, with the target that serves the GPU that was meant."""
+    from msa_tiles.spec.cards import unknown_target
+
+    for name in given:
+        if name not in targets:
+            raise ValueError(unknown_target(option, name, targets))
 
 
 def refuse_ungenerated(option: str, given: Iterable[str], registry: Registry) -> None:
@@ -131,7 +148,6 @@ def known_names(registry: Registry) -> dict[str, list[str]]:
     return {
         "op": list(dict.fromkeys(cell.op for cell in registry.cells)),
         "dsl": list(DSLS),
-        "target": list(registry.targets),
         "precision": list(dict.fromkeys((*registry.precisions, *groups))),
         "feature": sorted(features | {"k_offset"}),
     }
@@ -152,7 +168,7 @@ def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
             launched = ",".join(part for part in parts_of(op) if part in ops)
             raise ValueError(f"--op {op} has no kernels of its own, it launches those of others: --op {launched}")
     refuse_ungenerated("--target", filters["target"], registry)
-    check_filters(filters, known)
+    check_filters(filters, known, registry.targets)
     cells = registry.select(**filters)
     if not cells:
         remedy = ungenerated(registry, **filters) or "`msa-tiles support` lists all"
@@ -218,12 +234,17 @@ def cuda_device(option: str, text: str, what_for: str) -> torch.device:
     """The GPU that an option names. Raises ValueError where it names none, or one that is not here."""
     import torch
 
+    from msa_tiles.spec import load
+    from msa_tiles.spec.cards import told_of
+
     try:
         device = torch.device(text)
     except RuntimeError:
         device = torch.device("cpu")
     if device.type != "cuda":
-        raise ValueError(f"{option} {text} is no GPU, and {what_for}; name cuda or cuda:N")
+        served = told_of(text, load(*trees.specs_dirs()).targets)
+        why = f"{option} {text} names no GPU of this machine, and {what_for}; name cuda or cuda:N"
+        raise ValueError(f"{why} ({served})" if served else why)
     if not torch.cuda.is_available():
         raise ValueError(f"there is no CUDA device here; {what_for}")
     if device.index is not None and device.index >= (there := torch.cuda.device_count()):

@@ -139,7 +139,7 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
             "out --op, --precision, --variant and --audit"
         )
     refuse_ungenerated("--target", args.target, registry)
-    check_filters({"dsl": args.dsl, "target": args.target}, {"dsl": DSLS, "target": registry.targets})
+    check_filters({"dsl": args.dsl, "target": args.target}, {"dsl": DSLS}, registry.targets)
     targets = args.target
     if not targets and torch.cuda.is_available():
         here = device_facts(torch.device("cuda"), registry.targets.values()).target

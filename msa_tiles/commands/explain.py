@@ -16,7 +16,6 @@ from msa_tiles.commands._options import (
     add_names,
     add_variant,
     at_least,
-    is_target,
     known_names,
     refuse_ungenerated,
     tell_changed_specs,
@@ -77,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
+    from msa_tiles.spec.cards import unknown_target
 
     registry = default_registry()
     tell_changed_specs()
@@ -112,13 +112,10 @@ def run(args: argparse.Namespace) -> int:
             torch_device = torch.device(name)
             device = device_facts(torch_device, registry.targets.values())
         except (RuntimeError, AssertionError) as error:
+            if not of_torch:
+                raise ValueError(unknown_target("--device", name, registry.targets)) from error
             targets = ", ".join(registry.targets)
-            why = (
-                f"no spec has a target {name}; a tree of your own can have one, see --tree"
-                if is_target(name)
-                else str(error)
-            )
-            raise ValueError(f"--device {name}: {why}; targets: {targets}") from error
+            raise ValueError(f"--device {name}: {error}; a target needs no GPU: {targets}") from error
     dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
     check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))
     if args.device is None and name != "cuda":

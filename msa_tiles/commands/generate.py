@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     filters = filters_of(args)
     groups = {name: precision.group for name, precision in specs.precisions.items()}
     known_groups = [format.group for format in specs.formats.values()]
-    axes = {"op": specs.operators, "dsl": DSLS, "target": specs.targets, "precision": [*groups, *known_groups]}
-    check_filters(filters, axes)
+    axes = {"op": specs.operators, "dsl": DSLS, "precision": [*groups, *known_groups]}
+    check_filters(filters, axes, specs.targets)
     precisions = named(args.precision, groups, known_groups)
     if args.precision and not precisions:
         raise ValueError(f"--precision {','.join(args.precision)}: no precision is of this group as yet")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, only, processes, refuse_ungenerated
+from msa_tiles.commands._options import add_names, check_targets, only, processes, refuse_ungenerated
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.target:
         raise ValueError(f"--target is missing; it is one of {', '.join(registry.targets)}")
     refuse_ungenerated("--target", args.target, registry)
-    names.check("--target", args.target, registry.targets)
+    check_targets("--target", args.target, registry.targets)
     names.check("--dsl", args.dsl, (*DSLS, points.BOTH, points.BEST))
     target = registry.targets[only("--target", args.target, "a pack is for one target; make one for each")]
     dsl = points.BOTH if set(DSLS) <= set(args.dsl) else only("--dsl", args.dsl or [points.BEST], "name one of these")

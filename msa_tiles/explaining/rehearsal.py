@@ -25,7 +25,6 @@ from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.report import REFERENCE, Asked, Expectation, Explanation, Launched, widening
 from msa_tiles.explaining.sequences import sequences_of
 from msa_tiles.library import registration
-from msa_tiles.names import unknown
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime import packs
 from msa_tiles.runtime.compiler import find_compiled
@@ -33,6 +32,7 @@ from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
 from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
 from msa_tiles.runtime.parts import WHOLES
 from msa_tiles.runtime.registry import Registry, default_registry
+from msa_tiles.spec.cards import unknown_target
 
 # Those that were timed as a whole, with the roofline of just these.
 TIMED = ("msa_decode",)
@@ -102,7 +102,7 @@ def _where(
     except RuntimeError:
         if (card := card_facts(str(device))) is not None:
             return torch.device("cuda", 0), card
-        raise ValueError(unknown("device", str(device), (*targets, "cuda", "cpu"))) from None
+        raise ValueError(unknown_target("device", str(device), targets)) from None
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", 0)
     try:

@@ -12,6 +12,7 @@ from msa_tiles.runtime.build import Job, build
 from msa_tiles.runtime.compiler import CompileError
 from msa_tiles.runtime.registry import Cell, Registry, default_registry
 from msa_tiles.runtime.workers import most_workers
+from msa_tiles.spec.cards import unknown_target
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
@@ -171,8 +172,10 @@ def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int
     registry = default_registry()
     if target is None:
         target = device_facts(torch.device("cuda"), registry.targets.values()).target
-    if target is None or target not in registry.targets:
-        raise ValueError(f"target is {target!r}, wanted one of {', '.join(registry.targets)}")
+    if target is None:
+        raise ValueError(f"target is None and no target serves this GPU; there are {', '.join(registry.targets)}")
+    if target not in registry.targets:
+        raise ValueError(unknown_target("target", target, registry.targets))
     wanted = {str(job): job for call in calls for job in jobs_for(call, registry, target, "call")}
     outcomes = build(wanted.values(), registry.targets, workers=jobs or most_workers(), audited=False)
     failed = [f"{outcome.job}: {outcome.complaints[0]}" for outcome in outcomes if not outcome.good]

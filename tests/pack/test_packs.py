@@ -298,7 +298,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
-            (["--target", "sm80"], "--target sm80 is unknown; did you mean sm90? Known: "),
+            (["--target", "sm80"], "--target sm80 is unknown; no target serves a GPU of compute capability 8.0"),
             (["--target", "sm90", "--dsl", "triton"], "--dsl triton is unknown; known: tilelang, cutedsl, both, best"),
             ([], "--target is missing; it is one of sm100, sm103, sm90"),
             (["--target", "sm90,sm100"], "--target sm90,sm100: a pack is for one target"),

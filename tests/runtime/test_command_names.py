@@ -14,6 +14,7 @@ from msa_tiles import cli
 from msa_tiles.commands import _options, bench, build, explain, generate, pack, support, tune, verify
 from msa_tiles.runtime.build import Outcome
 from msa_tiles.runtime.registry import Registry, default_registry
+from msa_tiles.spec import cards
 
 FILTERED = ("generate", "support", "build", "verify", "tune")
 # Options that take names, and a misspelt one with what was meant.
@@ -176,3 +177,50 @@ def test_a_terminal_of_few_letters_and_a_disk_without_room(shell: str, status: i
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert told in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "serving"),
+    [
+        *((name, "9.0", "sm90") for name in ("H20", "h800", "gh200", "H100 NVL 94GB!", "sm_90a", "compute_90", "9.0")),
+        *((name, "10.0", "sm100") for name in ("b100", "GB200", "sm_100")),
+        ("NVIDIA B300 SXM7", "10.3", "sm103"),
+        *((name, "12.0", "") for name in ("rtx5090", "RTX 5090 Ti", "RTX PRO 6000", "sm120a")),
+        *((name, "8.9", "") for name in ("l40s", "NVIDIA L4", "4090", "sm89")),
+        *((name, "8.0", "") for name in ("a100", "80GB A100", "A800", "ampere")),
+        *((name, "8.6", "") for name in ("A10G", "rtx 3090", "RTX A6000")),
+        *((name, of, "") for name, of in (("gb10", "12.1"), ("T4", "7.5"), ("v100", "7.0"))),
+    ],
+)
+def test_a_card_or_architecture_is_told_which_target_serves_it(name: str, of: str, serving: str) -> None:
+    sentence = cards.unknown_target("--target", name, default_registry().targets)
+    assert sentence.startswith(f"--target {name} is unknown; ")
+    served = f"a GPU of compute capability {of} is served by {serving}."
+    assert (served if serving else f"no target serves a GPU of compute capability {of}, ") in sentence
+    assert sentence.endswith("Known: sm100 (10.0), sm103 (10.3), sm90 (9.0)")
+
+
+@pytest.mark.parametrize("name", ["mi300", "gaudi3", "cuda", "gpu", "h1000", "b1"])
+def test_other_names_are_no_nvidia_card(name: str) -> None:
+    assert cards.told_of(name, default_registry().targets) == ""
+    assert "did you mean" not in cards.unknown_target("--target", name, default_registry().targets)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["support", "--target"],
+        ["matrix", "--target"],
+        ["build", "--target"],
+        ["build", "--for", "combine", "--target"],
+        ["pack", "--out", "nowhere", "--target"],
+        ["verify", "--target"],
+        ["tune", "--target"],
+        ["generate", "--check", "--target"],
+        ["explain", "combine", "--device"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_says_which_target_serves_a_card(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "GPU of compute capability 10.0 is served by sm100" in complaint(capsys, *command, "b100")
+    assert "no target serves a GPU of compute capability 8.9" in complaint(capsys, *command, "l40s")

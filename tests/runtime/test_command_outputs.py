@@ -247,8 +247,10 @@ def test_progress_of_work_counts_what_is_done(
 @pytest.mark.parametrize(
     ("device", "sentence"),
     [
-        ("gpu", "--device gpu is no GPU, and kernels "),
-        ("cpu", "--device cpu is no GPU, and kernels "),
+        ("gpu", "--device gpu names no GPU of this machine, and kernels "),
+        ("cpu", "--device cpu names no GPU of this machine, and kernels "),
+        ("b100", "name cuda or cuda:N (a GPU of compute capability 10.0 is served by sm100)"),
+        ("rtx5090", "name cuda or cuda:N (no target serves a GPU of compute capability 12.0, "),
         ("cuda:7", "--device cuda:7 is not here: there are 2 GPUs"),
     ],
 )

@@ -364,6 +364,12 @@ def test_dense_attention_has_kernels_of_others() -> None:
         ("sparse_attention", "sm90", TypeError, "wanted a function of msa_tiles.ops"),
         (ops.Schedule, "sm90", TypeError, "wanted a function of msa_tiles.ops"),
         (ops.combine, "sm91", ValueError, "device sm91 is unknown; did you mean sm90? Known: sm100, "),
+        (
+            ops.combine,
+            "gb200",
+            ValueError,
+            "gb200 is unknown; a GPU of compute capability 10.0 is served by sm100.",
+        ),
     ],
 )
 def test_what_is_no_operator_or_device(operator: Any, device: str, error: type[Exception], sentence: str) -> None:
