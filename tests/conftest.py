@@ -1,7 +1,7 @@
 """Markers: `gpu` tests run where a Hopper GPU is, `slow` ones can be left out with `pytest -m "not slow"`.
 
 Of the many cases of a test with `drawn(n)`, n are not slow: others in every run, drawn by MSA_TILES_SEED. `--seeds N`
-runs each test that draws under N seeds.
+runs each test that draws under N seeds; `--rehearse FILE` runs GPU tests without a GPU (tests/rehearsal.py).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import gc
 import os
 import random
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from rehearsal import Rehearsal
 from seeds import QUICK, Seeds, numbers_of, seed_all
 
 CAPABILITY_MAJOR = 9
@@ -55,10 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rehearse", metavar="FILE", type=Path, help="run GPU tests without a GPU (see tests/rehearsal.py)"
+    )
     parser.addoption("--seeds", metavar="N", help="run each test that draws under N seeds (see tests/seeds.py)")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if (path := session.config.option.rehearse) is not None:
+        session.config.pluginmanager.register(Rehearsal(path), "rehearsal of msa_tiles")
     if (text := session.config.option.seeds) is not None:
         session.config.pluginmanager.register(Seeds(numbers_of(text)), "seeds of msa_tiles")
 
