@@ -1,9 +1,10 @@
-"""Pages under perf/: standings are what the rows say, the log has its form, links lead somewhere."""
+"""Pages and scripts under perf/: standings are what the rows say, the log has its form, links lead somewhere, steps end."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,3 +56,31 @@ def test_every_lesson_is_in_the_index() -> None:
     assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", index)) == {
         page.name for page in ROOT.glob("perf/lessons/*.md") if page.name != "README.md"
     }
+
+
+def test_the_steps_of_a_gpu_have_every_file_of_gpu_tests(tmp_path: Path) -> None:
+    listed = subprocess.run([sys.executable, "perf/steps.py", "--list"], cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    files = {path.name for path in ROOT.glob("tests/gpu/test_*.py")}
+    # A step of its own runs the sanitizer, over more than the test does.
+    assert set(re.findall(r"test_gpu_\w+\.py", listed.stdout)) == files - {"test_gpu_sanitizer.py"}
+
+
+def test_a_step_that_is_late_says_how_far_it_came(tmp_path: Path) -> None:
+    (tmp_path / "generated").mkdir()
+    (tmp_path / "generated/verified.json").touch()
+    program = tmp_path / "steps.py"
+    text = (ROOT / "perf/steps.py").read_text()
+    start, end = text.index("STEPS = ("), text.index("def run(")
+    slow = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('half of it')"
+    steps = f"(Step('slow', 1, (sys.executable, '-c', {slow!r})), Step('quick', 9, (sys.executable, '-c', 'print(7)')))"
+    text = text[:start] + f"STEPS = {steps}\n\n\n" + text[end:]
+    program.write_text(text.replace("Path(__file__).resolve().parents[1]", "Path(__file__).resolve().parent"))
+    run = [sys.executable, str(program), "--out", str(tmp_path / "out")]
+    first = subprocess.run(run, capture_output=True, text=True)
+    assert first.returncode == 1, first.stderr
+    assert [line.split() for line in first.stdout.splitlines()] == [
+        ["slow", "late", "1", "s", "half", "of", "it"],
+        ["quick", "0", "0", "s", "7"],
+    ]
+    assert "quick" not in subprocess.run(run, capture_output=True, text=True).stderr
