@@ -1,4 +1,4 @@
-"""Pages and scripts under perf/: standings are what the rows say, the log has its form, links lead somewhere, steps end."""
+"""Pages and scripts under perf/: standings follow from rows, the log has its form, links lead somewhere, steps end."""
 
 from __future__ import annotations
 
