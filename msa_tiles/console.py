@@ -78,6 +78,7 @@ class _Meter:
         self.terminal = sys.stderr.isatty()
         self.started = time.monotonic()
         self.shown: float | None = None
+        self.said: tuple[int, str] | None = None
 
     def __enter__(self) -> _Meter:
         return self
@@ -93,11 +94,13 @@ class _Meter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, GeneratorExit | KeyboardInterrupt):
             self.doing = self.doing if kind else ""
-            self.write("\n")
+            if self.terminal or self.said != (self.done, self.doing):
+                self.write("\n")
         elif self.terminal:  # whoever counted stopped early, and says why
             write(sys.stderr, "\n")
 
     def write(self, end: str) -> None:
+        self.said = self.done, self.doing
         count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
         line = f"{self.label}: {count}, {time.monotonic() - self.started:.1f} s"
         line += f"; {self.doing}" if self.doing else ""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,7 +231,7 @@ def test_progress_says_at_once_what_is_waited_for(
         assert lines_of(capsys) == ["compiling: 3/3"]
 
     assert list(console.arrivals(outcomes(), ["one", "two", "three"], "compiling", str)) == ["two", "one", "three"]
-    assert lines_of(capsys) == ["compiling: 3/3"]
+    assert lines_of(capsys) == []
 
 
 def test_progress_of_work_counts_what_is_done(
@@ -241,6 +245,47 @@ def test_progress_of_work_counts_what_is_done(
         seen.append((item, lines_of(capsys)))
     assert seen == [("one", ["operators: 0/2; ONE"]), ("two", ["operators: 1/2; TWO"])]
     assert lines_of(capsys) == ["operators: 2/2"]
+
+
+@pytest.mark.parametrize("between", [0.0, 1e9])
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_line_of_progress_is_written_twice(
+    between: float, terminal: bool, number: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a log; on a terminal what was drawn is drawn over, and one line is left."""
+    from msa_tiles import console
+
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    names = [str(index) for index in range(number)]
+
+    def arriving() -> Iterator[str]:
+        yield from names
+        if fails:
+            raise ValueError
+
+    def work(_: str) -> None:
+        if fails:
+            raise ValueError
+
+    monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", between)
+    for counted, each in (
+        (lambda: console.progress(names, "steps", str), work),
+        (lambda: console.arrivals(arriving(), names, "steps", str), str),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream := Stream())
+        with contextlib.suppress(ValueError):
+            for item in counted():
+                each(item)
+        *lines, rest = re.sub(r", [\d.]+ s", "", stream.getvalue()).split("\n")
+        written = [line.rpartition("\r")[2] for line in lines]
+        assert not rest
+        assert written[-1].startswith(f"steps: {0 if fails and each is work else number}/{number}")
+        assert len(written) == 1 if terminal else len(written) == len(set(written)), written
 
 
 @pytest.mark.parametrize("command", ["verify", "tune", "bench"])
