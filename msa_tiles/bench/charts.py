@@ -11,7 +11,7 @@ from typing import Any
 from msa_tiles.bench import canvas, cases, labels, layer_chart, rows
 from msa_tiles.bench.canvas import BLUE, FAINT, GREEN, GROUND, INK, ORANGE
 from msa_tiles.bench.operators import BENCHMARKS
-from msa_tiles.bench.points import context_of, fastest, first_of
+from msa_tiles.bench.points import beside, context_of, first_of
 from msa_tiles.bench.precisions import BF16
 from msa_tiles.bench.precisions import group as group_of
 from msa_tiles.bench.rows import Row
@@ -25,8 +25,9 @@ ROOFLINES = {"": ("bf16", "fp8"), "_4bit": ("nvfp4", "fp4")}
 ELEMENTS = {"bfloat16": "BF16", "float8_e4m3fn": "FP8", "float32": "FP32"}
 
 DENSE = {"prefill": ("fa4", "cudnn"), "msa_decode": ("fa4", "dense_bytes")}
+VLLM = "vllm"
 PEER_NAMES = {
-    "vllm": "vLLM's sparse kernels",
+    VLLM: "vLLM's sparse kernels",
     "fa4": "FlashAttention-4",
     "cudnn": "attention of cuDNN",
     "dense_bytes": "decode that reads at copy speed",
@@ -68,16 +69,17 @@ def _draw(results: Sequence[Row], directory: Path) -> list[Path]:
     current = rows.digests()
     written: list[Path] = []
     for card in cards:
-        latest = rows.latest(row for row in results if row["card"] == card)
+        mine = [row for row in results if row["card"] == card]
+        latest = rows.latest(mine)
         suffix = "" if len(cards) == 1 else "_" + rows.file_name(card).removesuffix(".jsonl")
         for group in GROUPS:
             tail = suffix if group == BF16 else f"_{group}{suffix}"
-            series = {op: speed_ups(latest, op, group, current) for op in DENSE}
+            series = {op: speed_ups(mine, op, group, current) for op in DENSE}
             if any(len(points) > 1 for one in series.values() for points in one.values()):
                 used = [point.row for one in series.values() for points in one.values() for point in points]
                 note = canvas.note(card, used, current, GROUPS[group])
                 written += canvas.save(_speed_up_figure(series, note), directory / f"speed_up{tail}")
-            layer = {op: layer_chart.lines(latest, op, group, current) for op in layer_chart.PANELS}
+            layer = {op: layer_chart.lines(mine, op, group, current) for op in layer_chart.PANELS}
             if any(layer.values()):
                 used = [point.row for one in layer.values() for points in one.values() for point in points]
                 note = canvas.note(card, used, current, GROUPS[group])
@@ -106,19 +108,22 @@ Lines = Mapping[tuple[str, str], Sequence[SpeedUp]]
 """Points in order of context, by what the queries are (empty for decode) and the peer, `dense` or `vllm`."""
 
 
-def speed_ups(latest: Mapping[rows.Key, Row], op: str, group: str, current: frozenset[str]) -> Lines:
-    """The lines of an operator in the first precision of a group, of our faster DSL in each case."""
+def speed_ups(results: Collection[Row], op: str, group: str, current: frozenset[str]) -> Lines:
+    """The lines of an operator in the first precision of a group, of our faster DSL in each case.
+
+    A case has for each peer the newest run in which it was timed, which need not be the same one for all of them.
+    """
     found: dict[tuple[str, str], list[SpeedUp]] = {}
     precision = first_of(op, group)
     for label in BENCHMARKS[op].labels:
-        row = fastest(latest, op, label, precision, current)
-        if row is None:
-            continue
+        with_peer = {peer: beside(results, peer, op, label, precision, current) for peer in (*DENSE[op], VLLM)}
+        timed = {peer: row for peer, row in with_peer.items() if row is not None}
+        dense = [peer for peer in DENSE[op] if peer in timed]
+        quickest = min(dense, key=lambda peer: timed[peer]["baselines"][peer], default=None)
         for kind in _kinds(op, label):
-            dense = [peer for peer in DENSE[op] if peer in row["baselines"]]
-            quickest = min(dense, key=row["baselines"].__getitem__, default=None)
-            for name, peer in (("dense", quickest), ("vllm", "vllm")):
-                if peer is not None and peer in row["baselines"]:
+            for name, peer in (("dense", quickest), ("vllm", VLLM)):
+                if peer in timed:
+                    row = timed[peer]
                     point = SpeedUp(context_of(op, label), row["baselines"][peer] / row["ms"], peer, row)
                     found.setdefault((kind, name), []).append(point)
     return {key: sorted(points, key=lambda point: point.context) for key, points in found.items()}

@@ -5,14 +5,14 @@ Both are rows of `server_prefill` and `server_decode`, in which both get vLLM's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msa_tiles.bench import canvas, labels, rows
+from msa_tiles.bench import canvas, labels
 from msa_tiles.bench.canvas import BLUE, FAINT, GROUND, INK, ORANGE
 from msa_tiles.bench.operators import BENCHMARKS
-from msa_tiles.bench.points import context_of, fastest, first_of
+from msa_tiles.bench.points import beside, context_of, first_of
 from msa_tiles.bench.rows import Row
 
 PREFILL, DECODE = "server_prefill", "server_decode"
@@ -42,14 +42,14 @@ Lines = Mapping[int, Sequence[Point]]
 """Points in order of context, by the number of requests."""
 
 
-def lines(latest: Mapping[rows.Key, Row], op: str, group: str, current: frozenset[str]) -> Lines:
+def lines(results: Collection[Row], op: str, group: str, current: frozenset[str]) -> Lines:
     """The lines of an operator in a group's first precision, of cases with a time of vLLM's."""
     found: dict[int, list[Point]] = {}
     for label in BENCHMARKS[op].labels:
         if op == PREFILL and not label.startswith("prefill"):
             continue  # the last queries of a prompt
-        row = fastest(latest, op, label, first_of(op, group), current)
-        if row is not None and "vllm" in row["baselines"]:
+        row = beside(results, "vllm", op, label, first_of(op, group), current)
+        if row is not None:
             point = Point(context_of(op, label), row["ms"], row["baselines"]["vllm"], row)
             found.setdefault(getattr(BENCHMARKS[op].find(label), "batch", 1), []).append(point)
     ordered = {key: sorted(found[key], key=lambda point: point.context) for key in sorted(found)}

@@ -112,7 +112,7 @@ def _recorded(files: Sequence[Path], jobs: Sequence[Job], args: argparse.Namespa
     """The rows of the files, with the figures of peers; only those asked for, where something was asked for."""
     from msa_tiles.bench import rows
 
-    found: list[Row] = [row for file in files for row in rows.read(file)]
+    found: list[Row] = sorted((row for file in files for row in rows.read(file)), key=lambda row: str(row["date"]))
     if args.ops or args.cases or args.precision:
         wanted = {(job.benchmark.op, job.label, job.precision) for job in jobs}
         found = [row for row in found if (row["op"], row["case"], row["precision"]) in wanted]

@@ -49,22 +49,49 @@ def test_the_same_rows_give_the_same_bytes_whatever_the_settings_of_matplotlib(d
 
 
 def test_speed_ups_are_of_the_faster_dsl_in_order_of_context():
-    latest = rows.latest(everything())
-    lines = charts.speed_ups(latest, "prefill", "bf16", NOW)
+    results = everything()
+    lines = charts.speed_ups(results, "prefill", "bf16", NOW)
     assert set(lines) == {(kind, peer) for kind in (WHOLE, LAST) for peer in ("dense", "vllm")}
     whole = lines[WHOLE, "dense"]
     assert [point.context for point in whole] == [4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K]
     assert [point.context for point in lines[LAST, "vllm"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
     assert all(point.ratio == pytest.approx(30 / 1.6) and point.peer == "fa4" for point in whole)
-    decode = charts.speed_ups(latest, "msa_decode", "bf16", NOW)
+    decode = charts.speed_ups(results, "msa_decode", "bf16", NOW)
     assert [point.context for point in decode["", "dense"]] == [8 * K, 32 * K, 128 * K, 512 * K, 1024 * K]
     assert {point.peer for point in decode["", "dense"]} == {"dense_bytes"}
 
 
 def test_the_fastest_dense_attention_is_the_peer():
     one = row("msa_decode", "decode_8k_b8", ms=1.0, baselines={"fa4": 3.0, "dense_bytes": 4.0})
-    [point] = charts.speed_ups(rows.latest([one]), "msa_decode", "bf16", NOW)["", "dense"]
+    [point] = charts.speed_ups([one], "msa_decode", "bf16", NOW)["", "dense"]
     assert (point.ratio, point.peer) == (3.0, "fa4")
+
+
+def test_a_peer_is_that_of_the_newest_run_with_it_and_its_ratio_of_that_run():
+    """What a later run leaves out, a peer or one of our DSLs, hides nothing; figures of two runs are never divided."""
+
+    def both(ms, baselines, *dsls):
+        return [
+            row("msa_decode", "decode_8k_b8", dsl, ms=time, baselines=baselines)
+            for dsl, time in zip(dsls, ms, strict=True)
+        ]
+
+    results = [
+        *both((2.0, 1.0), {"vllm": 4.0, "fa4": 3.0, "dense_bytes": 9.0}, "tilelang", "cutedsl"),
+        *both((1.5, 0.9), {"vllm": 4.5, "fa4": 2.7}, "tilelang", "cutedsl"),
+        *both((0.5,), {"dense_bytes": 6.0}, "cutedsl"),
+        *both((0.4,), {}, "cutedsl"),
+    ]
+
+    def shown(results):
+        lines = charts.speed_ups(results, "msa_decode", "bf16", NOW)
+        return {name: (p.peer, round(p.ratio, 6), p.row["ms"]) for (_, name), [p] in lines.items()}
+
+    first = {"dense": ("fa4", 3.0, 1.0), "vllm": ("vllm", 4.0, 1.0)}
+    second = {"dense": ("fa4", 3.0, 0.9), "vllm": ("vllm", 5.0, 0.9)}
+    assert [shown(results[:number]) for number in (2, 4, 5, 6)] == [first, second, second, second]
+    quicker = both((0.5,), {"dense_bytes": 2.0}, "cutedsl")
+    assert shown([*results, *quicker]) == second | {"dense": ("dense_bytes", 4.0, 0.5)}
 
 
 def test_points_of_the_roofline_are_work_by_time():

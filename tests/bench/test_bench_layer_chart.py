@@ -52,15 +52,24 @@ def test_rows_without_vllm_or_of_one_length_are_no_line(results, drawn):
 
 
 def test_lines_are_by_requests_in_order_of_context(results):
-    latest = rows.latest(results)
-    found = layer_chart.lines(latest, DECODE, "bf16", NOW)
+    found = layer_chart.lines(results, DECODE, "bf16", NOW)
     assert {key: [point.context // K for point in points] for key, points in found.items()} == LENGTHS
-    prefill = layer_chart.lines(latest, PREFILL, "bf16", NOW)
+    prefill = layer_chart.lines(results, PREFILL, "bf16", NOW)
     assert [point.context // K for point in prefill[1]] == [4, 8, 16, 32, 64, 128], "whole prompts alone"
     for points in (*found.values(), *prefill.values()):
         for point in points:
             assert (point.ours, point.theirs) == (point.row["ms"], point.row["baselines"]["vllm"])
             assert point.ratio == pytest.approx(2.5)
+
+
+def test_a_later_run_without_vllm_hides_no_point(results):
+    before = {op: layer_chart.lines(results, op, "bf16", NOW) for op in (PREFILL, DECODE)}
+    later = [result | {"ms": result["ms"] / 2, "baselines": {"by_name": 1.0}} for result in results]
+    assert before == {op: layer_chart.lines([*results, *later], op, "bf16", NOW) for op in before}
+    with_it = [result | {"ms": result["ms"] / 2} for result in results]
+    for op, lines in before.items():
+        after = layer_chart.lines([*results, *with_it], op, "bf16", NOW)
+        assert [p.ratio for ps in after.values() for p in ps] == [2 * p.ratio for ps in lines.values() for p in ps]
 
 
 def test_each_precision_has_a_chart_of_its_own(results, drawn):
