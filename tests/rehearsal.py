@@ -5,7 +5,8 @@ card, and raises what it would raise there; then the reference computes it. So m
 at hand, and FILE holds the kernels that they need: `msa-tiles pack --target sm90 --points FILE` makes them beforehand.
 
 What only a GPU has (graphs, streams, its memory) skips the test where it asks for it, and so does a test that takes
-longer than LIMIT. Kernels of the backward pass and those that other processes launch are not noted.
+longer than LIMIT. A test of what kernels alone promise fails here, such as equal bits where other keys change. Kernels
+of the backward pass and those that other processes launch are not noted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from msa_tiles import explain, ops
 from msa_tiles.call import backends
-from msa_tiles.runtime import NoKernelError, facts
+from msa_tiles.runtime import NoKernelError, default_registry, dispatch, facts
 
 CARD = "H200"
 LIMIT = 60  # seconds of a test
@@ -144,9 +146,12 @@ class Rehearsal:
             setattr(ops, name, wrapper)
         for kernel in told.kernels:
             if kernel.cell is not None:
-                op, dsl, _, precision = kernel.cell.split(".")[:4]
-                point = {"op": op, "dsl": dsl, "precision": precision, "variant": dict(kernel.variant)}
+                [cell] = [cell for cell in default_registry().cells if cell.id == kernel.cell]
+                variant = dict(kernel.variant)
+                point = {"op": cell.op, "dsl": cell.dsl, "precision": cell.precision, "variant": variant}
                 self.points[json.dumps(point, sort_keys=True)] = point
+                for found in dispatch._watching:
+                    found.append(SimpleNamespace(cell=cell, variant=variant))  # type: ignore[arg-type]
         if not told.served:
             raise NoKernelError(str(told))
 
