@@ -170,6 +170,15 @@ def slots_of(slot_mapping: Any, like: Tensor, like_name: str) -> Tensor:
     return slot_mapping
 
 
+def _values_like_keys(v: Tensor, k: Tensor) -> None:
+    """Check that values are as their keys."""
+    if v.dtype != k.dtype:
+        validate.refuse_type("v", f"dtype {v.dtype}", f"{k.dtype} like k")
+    if v.shape != k.shape:
+        validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
+    validate.same_device("v", v, k, "k")
+
+
 def append_kv(
     k: Any,
     v: Any,
@@ -185,11 +194,7 @@ def append_kv(
     """Check everything."""
     rows_of("k", k, "[T, Hkv, D]")
     rows_of("v", v, "[T, Hkv, D]")
-    if v.dtype != k.dtype:
-        validate.refuse_type("v", f"dtype {v.dtype}", f"{k.dtype} like k")
-    if v.shape != k.shape:
-        validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
-    validate.same_device("v", v, k, "k")
+    _values_like_keys(v, k)
     if 0 in k.shape[1:]:
         validate.refuse("k", f"shape {validate.shape_text(k.shape)}", "at least one head and a head dim of at least 1")
     slots_of(slot_mapping, k, "k")
@@ -235,11 +240,7 @@ def dequantize_kv(
         if not formats.is_quantised(value):
             validate.refuse_type(name, f"dtype {value.dtype}", f"{FP8}, or a QuantizedTensor")
         validate.unit_last_stride(name, value)
-    if v.dtype != k.dtype:
-        validate.refuse_type("v", f"dtype {v.dtype}", f"{k.dtype} like k")
-    if v.shape != k.shape:
-        validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
-    validate.same_device("v", v, k, "k")
+    _values_like_keys(v, k)
     if 0 in k.shape[1:]:
         wanted = "at least one head, a head dim and pages of at least 1"
         validate.refuse("k", f"shape {validate.shape_text(k.shape)}", wanted)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles import trees
 from msa_tiles.call import formats
 from msa_tiles.call.caches import Whole
 from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup, operands, packed
-from msa_tiles.runtime import CallFacts
+from msa_tiles.runtime import CallFacts, default_registry
 
 # Kernels count rows, and thread blocks, in int32.
 MOST_ROWS = 1 << 31
-TOKENS = 64  # of a thread block: tile.rows * tile.steps of the spec
 
 
 def run(call: Whole, k_out: Tensor, v_out: Tensor) -> None:
@@ -56,9 +56,17 @@ def variant(call: Whole) -> dict[str, int]:
 def _oversized(call: Whole) -> tuple[str, ...]:
     rows, heads, _ = call.shape
     requests = 1 if call.page_table is None else call.page_table.shape[0]
-    if (rows // TOKENS + requests) * heads < MOST_ROWS and rows < MOST_ROWS - TOKENS:
+    tiles = _tiles()
+    if (rows // min(tiles) + requests) * heads < MOST_ROWS and rows < MOST_ROWS - max(tiles):
         return ()
     return (f"{rows} rows of {heads} heads, wanted fewer than 2**31 rows and thread blocks",)
+
+
+@trees.cached(maxsize=1)
+def _tiles() -> tuple[int, ...]:
+    """Rows of a thread block of each kernel."""
+    tiles = (cell.entry["tile"] for cell in default_registry().of("dequantize_kv"))
+    return tuple(tile["rows"] * tile["steps"] for tile in tiles) or (1,)
 
 
 def arguments(call: Whole, k_out: Tensor, v_out: Tensor) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 from typing import Any
 
@@ -17,11 +18,12 @@ from msa_tiles.bench import cases
 from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.examples import call_of
-from msa_tiles.launch import attention, windows
+from msa_tiles.launch import attention, dequantize, windows
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
+from msa_tiles.spec.model import DSLS
 
 HEADS, KV_HEADS, DIM, BLOCK, TOPK = 64, 4, 128, 128, 16
 H100 = default_registry().targets["sm90"].sm_count
@@ -136,6 +138,17 @@ def test_grids_are_those_of_the_kernels(op: str, cell: str, grid: tuple[int, ...
     told = msa_tiles.explain(getattr(ops, op), **arguments_of(op), backend=cell.split(".")[1], device="sm90")
     [found] = [kernel.grid for kernel in told.kernels if (kernel.cell or "").startswith(f"{cell}.")]
     assert found == grid
+
+
+@pytest.mark.parametrize("backend", DSLS)
+def test_a_thread_block_of_dequantize_kv_has_as_many_rows_as_the_launch_counts(backend: str) -> None:
+    """Calls of more thread blocks than kernels can count are refused by what the rows of the spec have."""
+    rows = 4096
+    stored = meta(rows, 3, DIM, dtype=torch.float8_e4m3fn)
+    k = QuantizedTensor(stored, meta(3, dtype=torch.float32))
+    [kernel] = msa_tiles.explain(ops.dequantize_kv, k, k, device="sm90", backend=backend).kernels
+    [tile] = set(dequantize._tiles())
+    assert kernel.grid is not None and math.prod(kernel.grid) == rows // tile * 3
 
 
 def test_a_kernel_that_says_its_grid_otherwise_has_none(tmp_path: Any) -> None:
