@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from msa_tiles import paths, trees
+from msa_tiles.spec.model import DSLS
 
 Row = Mapping[str, Any]
 Key = tuple[str, str, str, str]
@@ -35,7 +37,11 @@ def append(path: Path, row: Row) -> None:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, oldest first. Raises ValueError for a line that is no row."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no file of results: it is not text ({error.reason})") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -45,7 +51,28 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         missing = [name for name in FIELDS if name not in row] if isinstance(row, dict) else list(FIELDS)
         if missing:
             raise ValueError(f"{path}:{number} is no row of results: it lacks {', '.join(missing)}")
+        for name, value in row.items():
+            if name in _WANTED and not _WANTED[name][1](value):
+                raise ValueError(
+                    f"{path}:{number} is no row of results: {name} is {value!r}, wanted {_WANTED[name][0]}"
+                )
         yield row
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: ("a string", lambda value: isinstance(value, str)) for name in FIELDS},
+    "dsl": (" or ".join(DSLS), lambda value: value in DSLS),
+    "ms": ("milliseconds", _is_time),
+    "floor_ms": ("milliseconds or null", lambda value: value is None or value == 0 or _is_time(value)),
+    "baselines": (
+        "milliseconds by peer",
+        lambda value: isinstance(value, dict) and all(map(_is_time, value.values())),
+    ),
+}
 
 
 def latest(rows: Iterable[Row]) -> dict[Key, Row]:

@@ -96,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         results = _recorded(args.files, jobs, args)
         failures: list[str] = []
         if not results:
-            raise ValueError(f"--from: no such rows in {', '.join(map(str, args.files))}")
+            asked = any((args.ops, args.cases, args.precision, args.backend))
+            what = "no row is of what was asked for" if asked else "there are no rows"
+            raise ValueError(f"--from: {what} in {', '.join(map(str, args.files))}")
     else:
         timed = _timed(jobs, args)
         if timed is None:
@@ -110,9 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _recorded(files: Sequence[Path], jobs: Sequence[Job], args: argparse.Namespace) -> list[Row]:
     """The rows of the files, with the figures of peers; only those asked for, where something was asked for."""
-    from msa_tiles.bench import rows
+    from msa_tiles.bench import cases, precisions, rows
 
     found: list[Row] = sorted((row for file in files for row in rows.read(file)), key=lambda row: str(row["date"]))
+    timed = dict.fromkeys(half for row in found for half in precisions.halves(row["precision"]))
+    names.check("--from: the precision of rows,", timed, cases.specs().precisions)
     if args.ops or args.cases or args.precision:
         wanted = {(job.benchmark.op, job.label, job.precision) for job in jobs}
         found = [row for row in found if (row["op"], row["case"], row["precision"]) in wanted]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DENSE = "dense_attention"  # has no kernels of its own
 MOST_TOKENS = 1 << 31
+SIZES = {"block_size", "head_dim", "index_dim", "group", "heads_per_group", "topk"}  # dims that are those of tensors
+USUAL_BLOCK = 128
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     check("--backend", [args.backend], ("auto", *DSLS))
     _check_sizes(args)
     usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
-    name = args.device or ("cuda" if torch.cuda.is_available() else usual)
+    name = ("cuda" if torch.cuda.is_available() else usual) if args.device is None else args.device
     of_torch = name.partition(":")[0] in ("cpu", "cuda")
     if not of_torch:
         refuse_ungenerated("--device", [name], registry)
@@ -174,6 +176,16 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError("--keys and --requests need --queries: the query tokens of each request")
 
 
+def _check_dims(args: argparse.Namespace, dims: Mapping[str, int]) -> None:
+    """Raise ValueError for compile-time dims that tensors of no size have."""
+    given = dict(args.variant)
+    for dim in SIZES & given.keys():
+        at_least(f"--variant {dim}", given[dim], 1)
+    block, pages = dims.get("block_size", USUAL_BLOCK), dims.get("pages_per_block", 0)
+    if pages and block % pages:
+        raise ValueError(f"--variant pages_per_block is {pages}, wanted 0, or a divisor of block_size = {block}")
+
+
 def _rehearse(
     args: argparse.Namespace, asked: Mapping[str, str], name: str, target: str | None, registry: Registry
 ) -> int:
@@ -181,6 +193,7 @@ def _rehearse(
     from msa_tiles import ops as operators
     from msa_tiles.explaining import explain
     from msa_tiles.explaining.examples import call_of
+    from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.pairs import model_of, pair_of
     from msa_tiles.runtime.parts import WHOLES
 
@@ -194,13 +207,17 @@ def _rehearse(
         dims["pages_per_block"] = 1
     keys = args.queries if args.keys is None else args.keys
     pair = pair_of("--precision", args.precision, registry)
-    call = call_of(args.op, dims, pair, args.queries, keys, args.requests, registry)
+    _check_dims(args, dims)
+    options = {} if args.op == "build_schedule" else {"backend": args.backend}
     if args.batch_invariant:
         if "batch_invariant" not in inspect.signature(getattr(operators, args.op)).parameters:
             raise ValueError(f"--batch-invariant: {args.op} has no such argument")
-        call["batch_invariant"] = True
-    backend = {} if args.op == "build_schedule" else {"backend": args.backend}
-    told = explain(getattr(operators, args.op), **call, **backend, device=name)
+        options["batch_invariant"] = True
+    try:
+        call = call_of(args.op, dims, pair, args.queries, keys, args.requests, registry)
+        told = explain(getattr(operators, args.op), **call, **options, device=name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{args.op} takes no call of {variant_text(dims)}: {error}") from error
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
     if target is not None and not (told.served or args.json):
         _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, *asked.values())

@@ -77,12 +77,14 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     """The kernels that a call may launch on a target and no pack has, of the DSLs that are installed.
 
     `sparse_attention,precision=q16kv8,group=8,pages_per_block=1`: an operator, or `msa_decode` or `msa_attention`; its
-    precision (bf16), or `any`; dims that differ from those of the M3 shape. Of those that follow from a call's lengths
-    or from other dims every value is taken.
+    precision (bf16), a pair such as `q8k8+q16kv8`, or `any`; dims that differ from those of the M3 shape. Of those that
+    follow from a call's lengths or from other dims every value is taken.
 
     Raises ValueError, which names the `argument`, for what is no call, and UnservedError for a call that no kernel
     serves, or a part of which none does.
     """
+    from msa_tiles.runtime.pairs import KEYS, alike, pair_of  # which takes from here what calls launch
+
     where = f"{argument} {call!r}" if not call.strip() else f"{argument} {call}"
     op, *settings = (word.strip() for word in call.split(","))
     given: dict[str, int] = {}
@@ -104,7 +106,8 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
             raise ValueError(f"{where}: {unknown('operator', op, every)}")
         raise UnservedError(f"{where}: {op} has no kernels for {target}", op, precision)
     precisions = ["any", *registry.precisions, *(entry["group"] for entry in registry.formats.values())]
-    check(f"{where}: precision", [precision], precisions)
+    check(f"{where}: precision", precision.split("+"), precisions)
+    pair = pair_of(f"{where}: precision", precision, registry) if "+" in precision else None
     dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
     check(f"{where}: the compile-time dim", given, sorted(dims))
     fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
@@ -113,9 +116,10 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     served: set[str] = set()
     copies = False
     for cell in cells:
-        serving = registry.serving(cell.op, precision)
+        serving = registry.serving(cell.op, pair.of(cell.reads) or cell.precision if pair else precision)
         # Parts that read nothing quantised have one precision for all.
-        if serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}:
+        named = serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}
+        if named or (not KEYS.keys().isdisjoint(cell.reads) and alike([cell], serving, registry)):
             asked.add(cell.op)
             found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}

@@ -88,7 +88,41 @@ def test_bad_calls_are_answered_in_one_sentence(arguments, complaint, capsys, mo
 def test_files_without_such_rows_are_said(tmp_path, capsys):
     file = write(tmp_path / "rows.jsonl", [row("combine", "prefill_4k")])
     assert main(["bench", "index_score", "--from", str(file)]) == 2
-    assert "no such rows" in capsys.readouterr().err
+    assert f"--from: no row is of what was asked for in {file}" in capsys.readouterr().err
+    assert main(["bench", "--from", str(write(file, []))]) == 2
+    assert f"--from: there are no rows in {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ms": "fast"}, "ms is 'fast', wanted milliseconds"),
+        ({"ms": 0}, "ms is 0, wanted milliseconds"),
+        ({"ms": float("nan")}, "ms is nan, wanted milliseconds"),
+        ({"floor_ms": []}, "floor_ms is [], wanted milliseconds or null"),
+        ({"baselines": []}, "baselines is [], wanted milliseconds by peer"),
+        ({"baselines": {"vllm": None}}, "baselines is {'vllm': None}, wanted milliseconds by peer"),
+        ({"dsl": "triton"}, "dsl is 'triton', wanted tilelang or cutedsl"),
+        *(
+            ({name: 3}, f"{name} is 3, wanted a string")
+            for name in ("op", "case", "precision", "digest", "card", "date")
+        ),
+        ({"precision": "q8k9"}, "--from: the precision of rows, q8k9 is unknown; did you mean q8k8?"),
+        ({"precision": "q8k8+kv8"}, "--from: the precision of rows, kv8 is unknown"),
+    ],
+)
+def test_a_field_of_a_row_that_is_none_is_named(changes, sentence, tmp_path, capsys):
+    file = write(tmp_path / "rows.jsonl", [row("combine", "prefill_4k"), row("combine", "prefill_4k") | changes])
+    assert main(["bench", "--from", str(file)]) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
+    assert "precision" in changes or f"{file}:2 is no row of results: " in shown.err
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe")
+    assert main(["bench", "--from", str(tmp_path / "rows.jsonl")]) == 2
+    assert f"{tmp_path / 'rows.jsonl'} is no file of results: it is not text" in capsys.readouterr().err
 
 
 def test_charts_without_matplotlib_are_refused_before_anything_is_timed(file, capsys, monkeypatch, tmp_path):

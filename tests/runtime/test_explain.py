@@ -84,6 +84,8 @@ def test_a_pair_has_one_precision_for_index_keys_and_one_for_keys_and_values(
     assert f"\ndecode_score on NVIDIA H100 80GB HBM3 (sm90): {indexer}, " in text
     assert f"\nsparse_decode on NVIDIA H100 80GB HBM3 (sm90): {attention}, " in text
     assert all(f"\nRuns {launched[op].cell}, from" in text for op in ("decode_score", "sparse_decode", "combine"))
+    jobs = jobs_for(f"msa_decode,precision={indexer}+{attention}", REGISTRY, "sm90")
+    assert {launched[op].cell for op in ("decode_score", "sparse_decode", "combine")} <= {job.cell.id for job in jobs}
     with_sizes = ("--precision", f"{indexer}+{attention}", "--queries", "2", "--keys", "4096")
     status, text = explain(capsys, "msa_decode", "--device", "sm90", *with_sizes)
     assert status == 0 and all(f"\n{each.cell}  " in text for each in launched.values())
@@ -247,6 +249,21 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("combine", "--queries", "5", "--requests", "0"), "--requests is 0, wanted at least 1"),
         (("index_lse", "--queries", "5"), "index_lse is no operator to call, only a kernel of one"),
         (("sparse_decode", "--queries", "5", "--feature", "expanded"), "with --queries only paged can be said"),
+        *(
+            ((op, "--queries", "5", "--variant", f"{dim}=0"), f"--variant {dim} is 0, wanted at least 1")
+            for op, dim in (
+                *(("sparse_attention", dim) for dim in ("block_size", "head_dim", "group")),
+                *(("index_kl", "index_dim"), ("select_blocks", "heads_per_group"), ("topk_select", "topk")),
+            )
+        ),
+        (
+            ("msa_decode", "--queries", "5", "--variant", "pages_per_block=999"),
+            "--variant pages_per_block is 999, wanted 0, or a divisor of block_size = 128",
+        ),
+        (
+            ("append_kv", "--queries", "5", "--precision", "nvfp4", "--variant", "head_dim=8"),
+            "append_kv takes no call of head_dim=8 float32_rows=0: data: got shape ",
+        ),
     ],
 )
 def test_sizes_that_make_no_call(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
