@@ -32,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 for a failed check, 2 for bad input or a missing tool, 130 after Ctrl-C, 141 when nobody reads what is written.
     """
-    parser = Parser(prog="msa-tiles", description="MiniMax Sparse Attention kernels from YAML specs.")
+    parser = Parser(
+        prog="msa-tiles",
+        description="MiniMax Sparse Attention kernels from YAML specs.",
+        epilog="A kernel, or cell, is of an operator, a DSL (TileLang or CuTe DSL), a target (a family of GPUs) and a "
+        "precision, as in sparse_attention.tilelang.sm90.q16kv8. `msa-tiles support` lists them all, and "
+        "`msa-tiles COMMAND --help` tells the options of a command.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:

@@ -26,19 +26,25 @@ MOST_SECONDS = 600  # that one contender runs
 FILTERS = ("op", "dsl", "target", "precision")
 
 
-def add_names(parser: argparse.ArgumentParser, option: str, metavar: str, help: str) -> None:
-    """Option that takes names, separated by commas, and may be repeated: a list, which is empty where nobody names."""
-    parser.add_argument(option, action="extend", default=[], type=listed, metavar=metavar, help=f"{help}; repeatable")
+def add_names(parser: argparse.ArgumentParser, option: str, metavar: str, help: str, *, one: bool = False) -> None:
+    """Option that takes names, separated by commas, and may be repeated: a list, which is empty where nobody names.
+
+    Where `one` is wanted, that is for the command to check.
+    """
+    more = "" if one else "; repeatable"
+    parser.add_argument(option, action="extend", default=[], type=listed, metavar=metavar, help=help + more)
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Options that narrow a command down to some cells."""
+    what = {
+        "op": "operators, such as sparse_attention",
+        "dsl": f"DSLs: {', '.join(DSLS)}",
+        "target": "targets, such as sm90, or cards, such as H100",
+        "precision": "precisions, such as q16kv8, or groups of them, such as fp8",
+    }
     for name in FILTERS:
-        what = {
-            "precision": "precisions or groups of precisions, such as fp8",
-            "target": "targets, or cards such as H100",
-        }
-        add_names(parser, f"--{name}", f"{name.upper()},…", f"only cells of these {what.get(name, f'{name}s')}")
+        add_names(parser, f"--{name}", f"{name.upper()},…", f"only kernels of these {what[name]}")
 
 
 def add_variant(parser: argparse.ArgumentParser, help: str) -> None:

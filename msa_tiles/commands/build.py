@@ -38,14 +38,17 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         default=[],
         metavar="CALL",
         help="only what a call needs, such as msa_decode or sparse_attention,precision=fp8,group=8 (repeatable), on "
-        "--target or the GPU here; what it does not name is as in the M3 shape, and bf16",
+        "--target or the GPU here; what it does not name is as in MiniMax M3, and bf16",
     )
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="inspect the machine code against plan and target, and record which cells passed",
+        help="inspect the machine code against plan and target, and record which kernels passed",
     )
-    add_variant(parser, "one variant of each cell, the M3 shape but for these dims, and nothing is recorded")
+    add_variant(
+        parser,
+        "one variant of each kernel: these compile-time dims, else those of MiniMax M3; none is recorded",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
     add_json(parser, "a list of what became of each variant")

@@ -32,7 +32,11 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="tokens of the text (default 16384; with --train on a GPU more)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("msa_demo"), metavar="DIR", help="for the report and the picture (msa_demo)"
+        "--out",
+        type=Path,
+        default=Path("msa_demo"),
+        metavar="DIR",
+        help="for report and picture (default msa_demo)",
     )
     parser.add_argument(
         "--precision",

@@ -51,7 +51,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="precision of the call, its group, or a pair such as q8k8+q16kv8: that of index keys + that of keys and "
         "values (default bf16, or the first that the operator has)",
     )
-    add_variant(parser, "compile-time dims of the call; the rest are those of the M3 shape")
+    add_variant(parser, "compile-time dims of the call, such as group=8; the rest are those of MiniMax M3")
     add_names(parser, "--feature", "NAME,…", "what the call needs, such as paged")
     parser.add_argument(
         "--queries",

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("pack", help="make a pack of compiled kernels, without a GPU", description=__doc__)
-    add_names(parser, "--target", "TARGET", "GPU family of the kernels, such as sm90; a pack is for one")
+    add_names(parser, "--target", "TARGET", "the one target, such as sm90, or card, such as H100", one=True)
     parser.add_argument(
         "--points",
         default="all",
         metavar="SET",
-        help="serving, training, all (default: both), unverified (what `msa-tiles verify --stale` launches), or a JSON "
-        "file: a list of objects with op, precision, dsl and variant",
+        help="serving, training, all (both, the default), unverified (what `msa-tiles verify --stale` launches), or "
+        "a JSON file: a list of objects with op, precision, dsl and variant",
     )
-    add_names(parser, "--dsl", "DSL,…", "tilelang, cutedsl, both, or best (default): what was measured to be faster")
+    dsls = "tilelang, cutedsl, both, or best: what was measured to be faster (default best)"
+    add_names(parser, "--dsl", "DSL", dsls, one=True)
     parser.add_argument(
         "--out",
         type=Path,
@@ -39,7 +40,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="a new directory; in a checkout also a wheel (*.whl)",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes (default 1)")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache of compiled kernels (default: that of calls)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache to fill (default: the one that calls use)")
     parser.set_defaults(func=run)
 
 

@@ -36,9 +36,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("tune", help="measure which DSL's kernel is faster on this GPU", description=__doc__)
     add_filters(parser)
     parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
-    add_names(parser, "--workload", "LABEL,…", "only these bench workloads of the specs")
+    add_names(parser, "--workload", "LABEL,…", "only these benchmarks of the specs, such as prefill_32k")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each kernel runs a round (default 0.2)")
-    add_json(parser, "a list of what was measured, like tuned.json")
+    add_json(parser, "what was measured, as tuned.json has it,")
     parser.set_defaults(func=run)
 
 

@@ -46,7 +46,9 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "verify", help="run kernels on this GPU against the reference, resumably", description=__doc__
     )
     add_filters(parser)
-    parser.add_argument("--stale", action="store_true", help="only cells whose digest has changed since they passed")
+    parser.add_argument(
+        "--stale", action="store_true", help="only kernels that have changed since they passed, or never did"
+    )
     parser.add_argument("--device", default="cuda", help="the GPU to use (default cuda)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compile in N processes (default: all cores)"
@@ -56,11 +58,11 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="run cells in N processes on the GPU, the longest first (default 1)",
+        help="run kernels in N processes on the GPU, the longest first (default 1)",
     )
     parser.add_argument("--seed", type=int, help="repeat the inputs of an earlier run (default: fresh ones)")
     parser.add_argument(
-        "--smallest", action="store_true", help="only a few small cases of each cell, and no evidence of them"
+        "--smallest", action="store_true", help="only a few small cases of each kernel, and no evidence of them"
     )
     parser.add_argument(
         "--sanitizer",
@@ -68,7 +70,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         metavar="TOOL",
         help=f"run the smallest cases under compute-sanitizer: {', '.join(SANITIZERS)}",
     )
-    add_json(parser, "cells and failed cases")
+    add_json(parser, "kernels and failed cases")
     parser.set_defaults(func=run)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -224,3 +225,32 @@ def test_other_names_are_no_nvidia_card(name: str) -> None:
 def test_every_command_says_which_target_serves_a_card(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU of compute capability 10.0 is served by sm100" in complaint(capsys, *command, "b100")
     assert "no target serves a GPU of compute capability 8.9" in complaint(capsys, *command, "l40s")
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    for command in cli.COMMANDS:
+        command.add(subparsers)
+    return subparsers.choices
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_help_says_what_every_option_takes(name: str) -> None:
+    """What has a default tells it; what takes one name does not say that it may be repeated."""
+    for action in parsers()[name]._actions:
+        told = action.help or ""
+        assert told and not told.endswith("."), action.option_strings
+        if action.default not in (None, [], False, 0, argparse.SUPPRESS):
+            shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+            computed = name == "verify" and action.dest == "jobs"
+            assert "default" in told and (computed or shown in told), action.option_strings
+        assert not any(word in told.split() for word in ("ops", "dsls", "cells", "cell")), action.option_strings
+    assert "repeatable" not in " ".join(action.help or "" for action in parsers()["pack"]._actions)
+
+
+def test_help_says_what_a_kernel_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A kernel, or cell, is of an operator, a DSL" in text
+    assert re.search(r"as in (\S+)\. ", text)[1] in {cell.id for cell in default_registry().cells}  # type: ignore[index]
