@@ -121,7 +121,8 @@ def _at(cells: Sequence[Cell], given: Mapping[str, int]) -> list[Job]:
         for name, value in given.items():
             values = cell.variants.get(name)
             if values is None:
-                raise ValueError(f"--variant {name}: {cell.id} has the dims {', '.join(cell.variants) or 'none'}")
+                dims = ", ".join(cell.variants) or "none"
+                raise ValueError(f"--variant {name}: {cell.id} has the dims {dims}; name with --op those that have it")
             if value not in values:
                 raise ValueError(f"--variant {name}={value}: {cell.id} has {', '.join(map(str, values))}")
     return [Job(cell, {**cell.ci[0], **given}) for cell in cells]

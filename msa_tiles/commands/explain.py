@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from msa_tiles.runtime.registry import Cell, Registry
 
 DENSE = "dense_attention"  # has no kernels of its own
-MOST_TOKENS = 1 << 31
+MOST_TOKENS, MOST_REQUESTS = 1 << 31, 1 << 20
 SIZES = {"block_size", "head_dim", "index_dim", "group", "heads_per_group", "topk"}  # dims that are those of tensors
 USUAL_BLOCK = 128
 
@@ -166,9 +166,13 @@ def _on_reference(
 
 def _check_sizes(args: argparse.Namespace) -> None:
     """Raise ValueError for sizes that no call has, or that say nothing without the number of queries."""
-    for option, value in (("--queries", args.queries), ("--keys", args.keys), ("--requests", args.requests)):
-        if value is not None and not 0 <= value <= MOST_TOKENS:
-            raise ValueError(f"{option} is {value:,}, wanted 0 to {MOST_TOKENS:,}")
+    for option, value, most in (
+        ("--queries", args.queries, MOST_TOKENS),
+        ("--keys", args.keys, MOST_TOKENS),
+        ("--requests", args.requests, MOST_REQUESTS),
+    ):
+        if value is not None and not 0 <= value <= most:
+            raise ValueError(f"{option} is {value:,}, wanted 0 to {most:,}")
     at_least("--requests", args.requests, 1)
     if not args.queries and args.batch_invariant:
         raise ValueError("--batch-invariant needs --queries: the query tokens of each request")

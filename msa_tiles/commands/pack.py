@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, check_targets, only, processes, refuse_ungenerated
+from msa_tiles.commands._options import add_names, check_targets, only, processes, refuse_ungenerated, ungenerated
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     check_targets("--target", args.target, registry.targets)
     names.check("--dsl", args.dsl, (*DSLS, points.BOTH, points.BEST))
     target = registry.targets[only("--target", args.target, "a pack is for one target; make one for each")]
+    if not registry.select(target=target.name) and (remedy := ungenerated(registry, (), [target.name], ())):
+        raise ValueError(f"--target {target.name}: {remedy}")
     dsl = points.BOTH if set(DSLS) <= set(args.dsl) else only("--dsl", args.dsl or [points.BEST], "name one of these")
     processes("--jobs", args.jobs)
     refuse_unwritable("--out", args.out, directory=args.out.suffix != ".whl")

@@ -301,6 +301,7 @@ class TestCommand:
             (["--target", "sm80"], "--target sm80 is unknown; no target serves a GPU of compute capability 8.0"),
             (["--target", "sm90", "--dsl", "triton"], "--dsl triton is unknown; known: tilelang, cutedsl, both, best"),
             ([], "--target is missing; it is one of sm100, sm103, sm90"),
+            (["--target", "sm103"], "are not: msa-tiles generate --tree DIR --target sm103"),
             (["--target", "sm90,sm100"], "--target sm90,sm100: a pack is for one target"),
             (["--target", "sm90", "--dsl", "tilelang", "--dsl", "best"], "--dsl tilelang,best: name one"),
             (["--target", "sm90", "--jobs", "0"], "--jobs is 0, wanted at least 1"),

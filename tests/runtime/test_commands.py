@@ -206,7 +206,10 @@ def test_build_of_one_variant_is_audited_and_not_recorded(
     assert cli.main(["build", "--variant", "capacity=5"]) == 2
     assert "--variant capacity=5: scale_rows.tilelang.sm90.bf16 has 4, 8" in capsys.readouterr().err
     assert cli.main(["build", "--variant", "depth=5"]) == 2
-    assert "--variant depth: scale_rows.tilelang.sm90.bf16 has the dims width, capacity" in capsys.readouterr().err
+    assert (
+        "--variant depth: scale_rows.tilelang.sm90.bf16 has the dims width, capacity; name with --op"
+        in capsys.readouterr().err
+    )
     assert cli.main(["build", "--for", "scale_rows", "--variant", "capacity=8"]) == 2
 
 

@@ -246,6 +246,7 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("combine", "--keys", "5"), "--keys and --requests need --queries"),
         (("combine", "--queries", "-1"), "--queries is -1, wanted 0 to "),
         (("combine", "--queries", "99999999999"), "--queries is 99,999,999,999, wanted 0 to "),
+        (("combine", "--queries", "5", "--requests", "99999999"), "--requests is 99,999,999, wanted 0 to 1,048,576"),
         (("combine", "--queries", "5", "--requests", "0"), "--requests is 0, wanted at least 1"),
         (("index_lse", "--queries", "5"), "index_lse is no operator to call, only a kernel of one"),
         (("sparse_decode", "--queries", "5", "--feature", "expanded"), "with --queries only paged can be said"),
