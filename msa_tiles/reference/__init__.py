@@ -16,6 +16,7 @@ from msa_tiles.reference.hybrid import split_selection
 from msa_tiles.reference.index_parts import index_gradients, index_lse
 from msa_tiles.reference.indexer import index_score, select_blocks
 from msa_tiles.reference.kl import index_kl
+from msa_tiles.reference.norm_rope import norm_rope, norm_rope_append
 from msa_tiles.reference.schedule import build_schedule
 from msa_tiles.reference.selection import topk_select
 
@@ -35,6 +36,8 @@ __all__ = [
     "index_lse",
     "index_score",
     "merge_gradients",
+    "norm_rope",
+    "norm_rope_append",
     "plain",
     "select_blocks",
     "sparse_attention",
