@@ -158,16 +158,35 @@ def _stored(name: str, value: Tensor, format: str | None) -> Tensor:
     return value
 
 
-def slots_of(slot_mapping: Any, like: Tensor, like_name: str) -> Tensor:
-    """Check slots, int64 or int32 [T]."""
-    validate.tensor("slot_mapping", slot_mapping, "[T]")
-    if slot_mapping.dtype not in (torch.int64, torch.int32):
-        validate.refuse_type("slot_mapping", f"dtype {slot_mapping.dtype}", "torch.int64 or torch.int32")
-    if slot_mapping.shape[0] != like.shape[0]:
+def slots_of(slots: Any, like: Tensor, like_name: str, name: str = "slot_mapping") -> Tensor:
+    """Check slots, or positions: int64 or int32 [T]."""
+    validate.tensor(name, slots, "[T]")
+    if slots.dtype not in (torch.int64, torch.int32):
+        validate.refuse_type(name, f"dtype {slots.dtype}", "torch.int64 or torch.int32")
+    if slots.shape[0] != like.shape[0]:
         wanted = f"[T] = [{like.shape[0]}] like {like_name}"
-        validate.refuse("slot_mapping", f"shape {validate.shape_text(slot_mapping.shape)}", wanted)
-    validate.same_device("slot_mapping", slot_mapping, like, like_name)
-    return slot_mapping
+        validate.refuse(name, f"shape {validate.shape_text(slots.shape)}", wanted)
+    validate.same_device(name, slots, like, like_name)
+    return slots
+
+
+def caches_of(
+    k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, format: str | None, k_scale: Any, v_scale: Any
+) -> tuple[Cache, Cache]:
+    """Check the caches of keys and values, which are alike, and their scales."""
+    keys = cache_of("k_cache", k_cache, k_scale, "k_scale", format, k, "k")
+    values = cache_of("v_cache", v_cache, v_scale, "v_scale", format, v, "v")
+    if values.data.dtype != keys.data.dtype:
+        validate.refuse_type("v_cache", f"dtype {values.data.dtype}", f"{keys.data.dtype} like k_cache")
+    if values.data.shape != keys.data.shape:
+        wanted = f"{validate.shape_text(keys.data.shape)} like k_cache"
+        validate.refuse("v_cache", f"shape {validate.shape_text(values.data.shape)}", wanted)
+    if (came := formats.stored(values.data, values.written)) != (wanted := formats.stored(keys.data, keys.written)):
+        validate.refuse_type("v_cache", f"format {came!r}", f"{wanted!r} like k_cache")
+    if (keys.written is None) != (values.written is None):
+        came = "given scales" if values.written is None else "scales to be computed"
+        validate.refuse("v_scale", came, "the same kind as k_scale: both given, or one for every token of both caches")
+    return keys, values
 
 
 def _values_like_keys(v: Tensor, k: Tensor) -> None:
@@ -199,18 +218,7 @@ def append_kv(
         validate.refuse("k", f"shape {validate.shape_text(k.shape)}", "at least one head and a head dim of at least 1")
     slots_of(slot_mapping, k, "k")
     backends.check(backend, k.device)
-    keys = cache_of("k_cache", k_cache, k_scale, "k_scale", format, k, "k")
-    values = cache_of("v_cache", v_cache, v_scale, "v_scale", format, v, "v")
-    if values.data.dtype != keys.data.dtype:
-        validate.refuse_type("v_cache", f"dtype {values.data.dtype}", f"{keys.data.dtype} like k_cache")
-    if values.data.shape != keys.data.shape:
-        wanted = f"{validate.shape_text(keys.data.shape)} like k_cache"
-        validate.refuse("v_cache", f"shape {validate.shape_text(values.data.shape)}", wanted)
-    if (came := formats.stored(values.data, values.written)) != (wanted := formats.stored(keys.data, keys.written)):
-        validate.refuse_type("v_cache", f"format {came!r}", f"{wanted!r} like k_cache")
-    if (keys.written is None) != (values.written is None):
-        came = "given scales" if values.written is None else "scales to be computed"
-        validate.refuse("v_scale", came, "the same kind as k_scale: both given, or one for every token of both caches")
+    keys, values = caches_of(k, v, k_cache, v_cache, format, k_scale, v_scale)
     return Rows(k, v, slot_mapping, keys.given, values.given, backend), keys, values
 
 

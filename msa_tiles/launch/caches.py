@@ -36,8 +36,8 @@ class Launch:
     def __call__(
         self, rows: Sequence[Tensor], caches: Sequence[Any], slot_mapping: Tensor, scales: Sequence[Any]
     ) -> None:
-        held = [self._paged(cache, -2) for cache in caches]
-        written = [self._paged(scale, -1) if self.computed else None for scale in scales]
+        held = [paged(cache, -2, self.slots_alone) for cache in caches]
+        written = [paged(scale, -1, self.slots_alone) if self.computed else None for scale in scales]
         given = [None if self.computed else scale for scale in scales]
         if self.index:
             self.kernel(*index_arguments(IndexRows(rows[0], slot_mapping, given[0], ""), held[0], written[0]))
@@ -48,12 +48,14 @@ class Launch:
         """What of a call's tensors was written."""
         return (*caches, *scales) if self.computed else tuple(caches)
 
-    def _paged(self, value: Any, dim: int) -> Any:
-        if value is None:
-            return None
-        if value.dtype == torch.uint8:
-            value = value.view(FP8)
-        return value.unsqueeze(dim) if self.slots_alone else value
+
+def paged(value: Any, dim: int, slots_alone: bool) -> Any:
+    """A caller's cache or scales as kernels take them, of pools as pages of one slot."""
+    if value is None:
+        return None
+    if value.dtype == torch.uint8:
+        value = value.view(FP8)
+    return value.unsqueeze(dim) if slots_alone else value
 
 
 def prepare_kv(call: Rows, keys: Cache, values: Cache, slots_alone: bool) -> Launch | None:
@@ -93,8 +95,8 @@ def kv_arguments(
 ) -> tuple[Tensor, ...]:
     """What the kernel takes."""
     words = slot_words(call.slot_mapping)
-    keys = _stored(k_cache, call.k_scale, k_scales, words)
-    return call.k, call.v, words, *keys, *_stored(v_cache, call.v_scale, v_scales, words)
+    keys = with_scales(k_cache, call.k_scale, k_scales, words)
+    return call.k, call.v, words, *keys, *with_scales(v_cache, call.v_scale, v_scales, words)
 
 
 def run_index(call: IndexRows, cache: Tensor, scales: Tensor | None = None) -> None:
@@ -109,7 +111,7 @@ def run_index(call: IndexRows, cache: Tensor, scales: Tensor | None = None) -> N
 def index_arguments(call: IndexRows, cache: Tensor, scales: Tensor | None) -> tuple[Tensor | int, ...]:
     """What the kernel takes: keys and caches of one head."""
     words = slot_words(call.slot_mapping)
-    stored = _stored(cache[:, None], call.scale, None if scales is None else scales[:, None], words)
+    stored = with_scales(cache[:, None], call.scale, None if scales is None else scales[:, None], words)
     if not formats.is_quantised(cache) or formats.is_packed(cache):
         return call.idx_k[:, None], words, *stored
     return call.idx_k[:, None], words, *stored, int(call.scale is not None)
@@ -145,7 +147,7 @@ def _facts(
     )
 
 
-def _stored(cache: Tensor, given: Tensor | None, written: Tensor | None, unread: Tensor) -> tuple[Tensor, ...]:
+def with_scales(cache: Tensor, given: Tensor | None, written: Tensor | None, unread: Tensor) -> tuple[Tensor, ...]:
     """A cache, and behind a quantised one its scales: [heads] given, or [pages, heads, page] to write.
 
     Of 4 bits those of groups are written, and global ones given.

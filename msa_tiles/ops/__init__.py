@@ -38,6 +38,7 @@ from msa_tiles.ops.index_kl import index_kl
 from msa_tiles.ops.index_score import index_score
 from msa_tiles.ops.msa_attention import msa_attention
 from msa_tiles.ops.msa_decode import decode_workspace_bytes, msa_decode
+from msa_tiles.ops.norm_rope_append import norm_rope_append
 from msa_tiles.ops.select_blocks import select_blocks
 from msa_tiles.ops.sparse_attention import sparse_attention
 from msa_tiles.ops.sparse_attention_backward import sparse_attention_backward
@@ -59,6 +60,7 @@ __all__ = [
     "index_score",
     "msa_attention",
     "msa_decode",
+    "norm_rope_append",
     "select_blocks",
     "sparse_attention",
     "sparse_attention_backward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from msa_tiles.quant import FP8, round_fp8
 from msa_tiles.reference.caches import append_rows
 from msa_tiles.reference.threads import one_thread
 
@@ -85,7 +86,8 @@ def norm_rope_append(
     if idx_q is None or idx_k is None or idx_q_weight is None or idx_k_weight is None:
         return
     if idx_out is not None:
-        idx_out.copy_(turned(idx_q, idx_q_weight))
+        queries = turned(idx_q, idx_q_weight)
+        idx_out.copy_(round_fp8(queries) if idx_out.dtype == FP8 else queries)
     if index_cache is not None:
         slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
         keys, scales = turned(idx_k[:, None], idx_k_weight), None if index_scales is None else index_scales[:, None]

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from msa_tiles.dsl.cutedsl.operands.append_e4m3 import WORD, round_e4m3
 from msa_tiles.dsl.cutedsl.vector import VECTOR, copy_wide, vector_of, wide
 
 
@@ -68,6 +69,17 @@ def store_rounded(values: cute.Tensor, row: cute.Tensor, lane: Int32):
     for c in cutlass.range_constexpr(VECTOR):
         rounded[c] = values[c].to(row.element_type)
     copy_wide(rounded, wide(row, lane))
+
+
+@cute.jit
+def store_e4m3(values: cute.Tensor, row: cute.Tensor, lane: Int32):
+    """The VECTOR columns of a lane, rounded to e4m3, in a row of as many bytes in two-byte elements."""
+    words = cute.make_rmem_tensor(VECTOR // WORD, Int32)
+    for i in cutlass.range_constexpr(VECTOR // WORD):
+        words[i] = round_e4m3(*(values[WORD * i + c] for c in range(WORD)))
+    start = row.iterator + lane * (VECTOR // 2)
+    target = cute.make_ptr(Int32, start.toint(), start.memspace, assumed_align=VECTOR)
+    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(VECTOR // WORD)))
 
 
 class Slots:

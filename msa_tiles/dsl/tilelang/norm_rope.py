@@ -3,6 +3,7 @@
 import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.append import VECTOR
+from msa_tiles.dsl.tilelang.operands.append_e4m3 import code
 from msa_tiles.dsl.tilelang.packing import high_half, low_half, pack_halves
 
 
@@ -76,3 +77,13 @@ def store_rounded(values, rows, token, head, column, packed):
     for c in T.unroll(VECTOR // 2):
         packed[c] = pack_halves(values[2 * c], values[2 * c + 1])
     T.stg128(rows[token, head, column], packed[0:4])
+
+
+@T.macro
+def store_e4m3(values, rows, token, head, column, packed):
+    """The same rounded to e4m3, in rows of as many bytes; the column is one of two-byte elements."""
+    for i in T.unroll(VECTOR // 4):
+        packed[i] = T.uint32(0)
+        for c in T.unroll(4):
+            packed[i] = packed[i] | (code(values[4 * i + c]) << T.uint32(8 * c))
+    T.stg64(rows[token, head, column], packed[0 : VECTOR // 4])

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_fake_stream
 from msa_tiles.dsl.cutedsl.append import slot_of
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.norm_rope import Slots, load_floats, norm, rotate, store_rounded
+from msa_tiles.dsl.cutedsl.norm_rope import Slots, load_floats, norm, rotate, store_e4m3, store_rounded
 from msa_tiles.dsl.cutedsl.operands import append_plain
 from msa_tiles.dsl.cutedsl.operands import append_plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR
@@ -36,11 +36,11 @@ def norm_rope_append(
     """Build the kernel for one head dim.
 
     q, k, v and idx_q [total_q, heads, head_dim], idx_k [total_q, 1, head_dim]; q_out and idx_out, like q and idx_q or
-    themselves; weights [head_dim] of each but v; table [positions, rotary_dim], float32 with float32_table: cosines,
-    and sines behind them; positions, slots and index_slots int32 [total_q, words] (of one word, or of two with the
-    lower one first) -> q_out, idx_out, k_cache, v_cache [pages, heads, page size, head_dim] and index_cache [index
-    pages, 1, index page size, head_dim], bfloat16 with bf16_index. Without index_heads nothing of the index is read or
-    written.
+    themselves, or idx_out of half the width: pairs of e4m3; weights [head_dim] of each but v; table [positions,
+    rotary_dim], float32 with float32_table: cosines, and sines behind them; positions, slots and index_slots int32
+    [total_q, words] (of one word, or of two with the lower one first) -> q_out, idx_out, k_cache, v_cache [pages,
+    heads, page size, head_dim] and index_cache [index pages, 1, index page size, head_dim], bfloat16 with bf16_index.
+    Without index_heads nothing of the index is read or written, and stand-ins may have other numbers of heads.
     # % if "token_scales" in plan.variants
     k_scale and v_scale are [heads], what rows are divided by, or with token_scales [pages, heads, page size], written;
     index_cache_scale likewise, of one head, and used with use_index_scale. With bf16_index it is not looked at.
@@ -100,7 +100,8 @@ class NormRopeAppend:
         if self.bf16_index:
             stored = (*stored, *self.cache.arguments(pages, heads, page)[1:])
         return (
-            *(rows(of) for of in (q_heads, heads, heads, index_heads, one, q_heads, index_heads)),
+            *(rows(of) for of in (q_heads, heads, heads, index_heads, one, q_heads)),
+            stand_in(self.element, total, index_heads, cute.sym_int(), align=BYTES),
             *(stand_in(self.element, self.head_dim, align=BYTES) for _ in range(4)),
             stand_in(self.table_element, cute.sym_int(), cute.sym_int(), align=BYTES),
             *(words() for _ in range(3)),
@@ -254,6 +255,9 @@ class NormRopeAppend:
             self.slots.insert(values, live, v_stored, slot, head, lane, Int32(1))
         elif of_idx_q:
             if live:
-                store_rounded(values, written[1][token, head, None], lane)
+                if written[1].shape[2] == self.head_dim:
+                    store_rounded(values, written[1][token, head, None], lane)
+                else:
+                    store_e4m3(values, written[1][token, head, None], lane)
         elif of_idx_k:
             self.index_slots.insert(values, live, index_stored, index_slot, head, lane, use_index_scale)

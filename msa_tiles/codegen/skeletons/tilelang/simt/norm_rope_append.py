@@ -13,7 +13,7 @@ import tilelang.language as T
 
 from msa_tiles.dsl.tilelang.append import VECTOR, find_slot, load_row
 from msa_tiles.dsl.tilelang.layout import strides
-from msa_tiles.dsl.tilelang.norm_rope import load_weight, norm, rotate, store_rounded
+from msa_tiles.dsl.tilelang.norm_rope import load_weight, norm, rotate, store_e4m3, store_rounded
 from msa_tiles.dsl.tilelang.operands import append_plain
 from msa_tiles.dsl.tilelang.operands import append_plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.warp import WARP
@@ -36,11 +36,11 @@ def norm_rope_append(
     """Build the kernel for one head dim.
 
     q, k, v and idx_q [total_q, heads, head_dim], idx_k [total_q, 1, head_dim]; q_out and idx_out, like q and idx_q or
-    themselves; weights [head_dim] of each but v; table [positions, rotary_dim], float32 with float32_table: cosines,
-    and sines behind them; positions, slots and index_slots int32 [total_q, words] (of one word, or of two with the
-    lower one first) -> q_out, idx_out, k_cache, v_cache [pages, heads, page size, head_dim] and index_cache [index
-    pages, 1, index page size, head_dim], bfloat16 with bf16_index. Without index_heads nothing of the index is read or
-    written.
+    themselves, or idx_out of half the width: pairs of e4m3; weights [head_dim] of each but v; table [positions,
+    rotary_dim], float32 with float32_table: cosines, and sines behind them; positions, slots and index_slots int32
+    [total_q, words] (of one word, or of two with the lower one first) -> q_out, idx_out, k_cache, v_cache [pages,
+    heads, page size, head_dim] and index_cache [index pages, 1, index page size, head_dim], bfloat16 with bf16_index.
+    Without index_heads nothing of the index is read or written, and stand-ins may have other numbers of heads.
     # % if "token_scales" in plan.variants
     k_scale and v_scale are [heads], what rows are divided by, or with token_scales [pages, heads, page size], written;
     index_cache_scale likewise, of one head, and used with use_index_scale. With bf16_index it is not looked at.
@@ -60,16 +60,15 @@ def norm_rope_append(
     like_keys = key_value.Cache("index_cache", head_dim, **scaled)
     index = append_plain if bf16_index else key_value
     index_rows = append_plain.Cache("index_cache", head_dim) if bf16_index else like_keys
-    total_q, q_heads, heads, idx_heads, num_positions, rotary_dim = T.dynamic(
-        "total_q, q_heads, heads, idx_heads, num_positions, rotary_dim"
-    )
+    total_q, q_heads, heads, idx_heads, one, idx_width = T.dynamic("total_q, q_heads, heads, idx_heads, one, idx_width")
+    num_positions, rotary_dim = T.dynamic("num_positions, rotary_dim")
     pages, page_size, index_pages, index_page_size = T.dynamic("pages, page_size, index_pages, index_page_size")
     # What stands in for the scales of a bfloat16 cache are those of the keys.
-    of_scales = (pages, heads, page_size) if bf16_index else (index_pages, 1, index_page_size)  # % if precision.scale
+    of_scales = (pages, heads, page_size) if bf16_index else (index_pages, one, index_page_size)  # % if precision.scale
     position_words, slot_words, index_slot_words = T.dynamic("position_words, slot_words, index_slot_words")
 
-    def rows(name, of):
-        return T.StridedTensor((total_q, of, head_dim), (*strides(f"{name}_token, {name}_head"), 1), ELEMENT)
+    def rows(name, of, width=head_dim):
+        return T.StridedTensor((total_q, of, width), (*strides(f"{name}_token, {name}_head"), 1), ELEMENT)
 
     def words(name, of):
         return T.StridedTensor((total_q, of), (strides(f"{name}_token"), 1), "int32")
@@ -80,9 +79,9 @@ def norm_rope_append(
         k: rows("k", heads),
         v: rows("v", heads),
         idx_q: rows("idx_q", idx_heads),
-        idx_k: rows("idx_k", 1),
+        idx_k: rows("idx_k", one),
         q_out: rows("q_out", q_heads),
-        idx_out: rows("idx_out", idx_heads),
+        idx_out: rows("idx_out", idx_heads, idx_width),
         q_weight: T.StridedTensor((head_dim,), (1,), ELEMENT),
         k_weight: T.StridedTensor((head_dim,), (1,), ELEMENT),
         idx_q_weight: T.StridedTensor((head_dim,), (1,), ELEMENT),
@@ -97,9 +96,11 @@ def norm_rope_append(
         v_cache: v_rows.tensor(pages, heads, page_size),
         v_cache_scale: v_rows.scale(pages, heads, page_size),  # % if precision.scale
         v_cache_global_scale: v_rows.global_scale(heads),  # % if precision.scale and precision.scale.global_dtype
-        index_cache: index_rows.tensor(index_pages, 1, index_page_size),
+        index_cache: index_rows.tensor(index_pages, one, index_page_size),
         index_cache_scale: like_keys.scale(*of_scales),  # % if precision.scale
-        index_cache_global_scale: like_keys.global_scale(of_scales[1]),  # % if precision.scale and precision.scale.global_dtype
+        # % if precision.scale and precision.scale.global_dtype
+        index_cache_global_scale: like_keys.global_scale(of_scales[1]),
+        # % endif
         index_heads: T.int32,
         weight_offset: T.float32,
         eps: T.float32,
@@ -214,10 +215,14 @@ def norm_rope_append(
                     key_value.write(v_rows, v_stored, values, scale, page, head, place, column, packed)
             elif part < idx_q_end:
                 if live:
-                    store_rounded(values, idx_out, token, head, column, packed)
+                    if idx_width == head_dim:
+                        store_rounded(values, idx_out, token, head, column, packed)
+                    else:
+                        store_e4m3(values, idx_out, token, head, T.truncdiv(column, 2), packed)
             else:
-                index.find_scale(index_rows, index_stored, values, 0, 0, scale)  # % if "token_scales" not in plan.variants
-                index.find_scale(index_rows, index_stored, values, 0, use_index_scale, scale)  # % if "token_scales" in plan.variants
+                use_scale = 0  # % if "token_scales" not in plan.variants
+                use_scale = use_index_scale  # % if "token_scales" in plan.variants
+                index.find_scale(index_rows, index_stored, values, 0, use_scale, scale)
                 if live:
                     page = T.truncdiv(index_slot[0], index_page_size)
                     place = T.truncmod(index_slot[0], index_page_size)
