@@ -24,6 +24,7 @@ from msa_tiles.verify import (
     dequantize,
     gradient_parts,
     index_parts,
+    norm_rope,
     packed,
     schedules,
     selection,
@@ -289,5 +290,6 @@ CHECKS: dict[str, Callable[[Case, Source, bool, str], Check]] = {
     **dequantize.CHECKS,
     **gradient_parts.CHECKS,
     **index_parts.CHECKS,
+    **norm_rope.CHECKS,
     **training.CHECKS,
 }

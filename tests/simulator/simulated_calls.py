@@ -33,7 +33,8 @@ WARP = 32
 QUERY_SHIFT, SLOT_SHIFT, SLOTS, LAST_KEY = 13, 7, 63, 127
 # Kernels that are launched while the one before ends: until pdl_sync every tensor is that one's, if not said otherwise.
 DEPENDENT = (
-    "append_index", "append_kv", "combine", "decode_score", "decode_topk", "dequantize_kv", "sparse_decode",
+    "append_index", "append_kv", "combine", "decode_score", "decode_topk", "dequantize_kv",
+    "norm_rope_append", "sparse_decode",
 )  # fmt: skip
 
 

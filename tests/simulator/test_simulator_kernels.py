@@ -32,6 +32,9 @@ SMALL = {"head_dim": 64, "block_size": 64, "group": 8}
 # With two KV heads, an offset that is wrong from the third on would be right.
 HEADS = {**SMALL, "heads": 3, "topk": 2}
 PAGES = {"num_pages": 5, "page_size": 13}
+TURNED = {"num_q_heads": 5, "num_kv_heads": 3, "num_index_heads": 2, "num_positions": 9}
+LIKE_KEYS = {"bf16_index": 0}  # index keys
+ONE_HEAD = {"num_q_heads": 2, "num_kv_heads": 1, "num_index_heads": 1}
 
 
 # By operator and name: requests and other facts of the call, then the arguments of its function.
@@ -864,6 +867,37 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"sequences": [(3, 100)], "seed": 2},
             {"head_dim": 64, "group": 1, "topk": 19, "num_tasks": 5, "heads": 3},
         ),
+    },
+    **{
+        f"norm_rope_append{precision}": {
+            "three heads": (
+                {"sequences": [(9, 9)], "seed": 1, "strided": True},
+                {"head_dim": 128, "float32_table": 0, **LIKE_KEYS, **scales[0], **PAGES, **TURNED, "rotary_dim": 64},
+            ),
+            "float32 table, in place": (
+                {"sequences": [(7, 7)], "seed": 2},
+                {"head_dim": 64, "float32_table": 1, **LIKE_KEYS, **scales[1], **PAGES, **TURNED, "rotary_dim": 48},
+            ),
+            "slots alone, all rotated": (
+                {"sequences": [(11, 11)], "seed": 3, "late": False},
+                {
+                    **{"head_dim": 64, "float32_table": 0, "bf16_index": plain, **scales[1], **TURNED, **ONE_HEAD},
+                    **{"num_pages": 20, "page_size": 1, "rotary_dim": 64, "into_buffers": True},
+                },
+            ),
+            "dense": (
+                {"sequences": [(6, 6)], "seed": 4},
+                {
+                    **{"head_dim": 128, "float32_table": 1, **LIKE_KEYS, **scales[0], **TURNED},
+                    **{"num_pages": 3, "page_size": 16, "rotary_dim": 16, "dense": True},
+                },
+            ),
+        }
+        for precision, plain, scales in (
+            ("", 0, ({}, {})),
+            ("_q16kv8", 1, ({"token_scales": 0}, {"token_scales": 1})),
+            *((other, 1, ({}, {})) for other in ("_q16kv4", "_q16kvmx4")),
+        )
     },
     **{
         f"append_kv{precision}": {

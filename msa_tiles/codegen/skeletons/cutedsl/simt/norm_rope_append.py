@@ -243,7 +243,7 @@ class NormRopeAppend:
                     load_floats(idx_k[token, 0, None], lane, values)
                 load_floats(weights[3], lane, weight)
         # Every lane of a warp takes part in its shuffles.
-        if ~of_v:
+        if of_q | of_k | (idx_part >= 0):
             norm(values, weight, weight_offset, eps, self.lanes)
             rotate(values, table, position, lane)
         if of_q:
