@@ -20,7 +20,7 @@ _FORWARD = ("build_schedule", "combine", "index_score", "select_blocks", "split_
 _ATTENTION = ("shared_attention", "sparse_attention")
 OPERATORS = {
     "serving": (
-        *("append_index", "append_kv", "dequantize_kv", *_FORWARD, *_ATTENTION),
+        *("append_index", "append_kv", "dequantize_kv", "norm_rope_append", *_FORWARD, *_ATTENTION),
         *("decode_score", "decode_topk", "sparse_decode"),
     ),
     "training": (

@@ -27,6 +27,7 @@ BENCHES = {
     "append_kv": "prefill_8k",
     "batch_invariant_attention": "prefill_32k_s",
     "append_index": "prefill_8k",
+    "norm_rope_append": "prefill_8k",
 }
 # Of several operators; each makes its case out of theirs.
 WHOLE = ("prefill", "msa_attention", "batch_invariant_attention")
@@ -71,6 +72,17 @@ def test_caches_of_4_bits(small, op, precision):
     written[0].data[:] = 0
     assert "are others" in bench.check(made, written)
     assert all(isinstance(peer, Skipped) for peer in bench.peers)
+
+
+@pytest.mark.parametrize("precision", ["q16kv8", "q16kv4", "q16kvmx4"])
+def test_turned_rows_in_quantised_caches(small, precision):
+    bench = small("norm_rope_append", precision)
+    made = bench.make(0)
+    [of_torch] = bench.peers
+    for call in (bench.ours("reference", made), of_torch.bind(made)):
+        assert bench.check(made, call()) is None
+    made.queries[0][150:] *= 1.02
+    assert "tensor 0" in bench.check(made, made.written)
 
 
 @pytest.mark.parametrize("precision", ["q16kv8", "q16kv4", "q16kvmx4"])

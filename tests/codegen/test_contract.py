@@ -25,6 +25,7 @@ def said(cell: str) -> dict[str, str]:
         ("sparse_decode.cutedsl.sm90.q16kv8", "k", "[total_k, num_kv_heads, head_dim] float8_e4m3fn"),
         ("sparse_decode.cutedsl.sm90.q16kv8", "k_scale", "[total_k, num_kv_heads] float32"),
         ("append_index.cutedsl.sm90.q16kmx4", "scale", "[num_pages, page_size, head_dim / 32] float8_e8m0fnu"),
+        ("norm_rope_append.cutedsl.sm90.q16kv4", "index_cache", "[num_pages, page_size, head_dim / 2] uint8"),
     ],
 )
 def test_shapes_are_those_of_the_format(cell: str, tensor: str, start: str) -> None:

@@ -1,4 +1,4 @@
-"""append_kv and append_index in CuTe DSL, run thread by thread on the CPU: see `lanes`.
+"""append_kv, append_index and norm_rope_append in CuTe DSL, run thread by thread on the CPU: see `lanes`.
 
 What `cvt.rn.satfinite.e4m3x2.f32` does is written down here, as the PTX manual has it.
 """
@@ -17,12 +17,17 @@ import torch
 from lanes import Float32, Int32, Memory, Pointer
 from torch import Tensor
 
+from msa_tiles import trees
+from msa_tiles.call import norm_rope as norm_rope_calls
 from msa_tiles.call.caches import IndexRows, Rows
+from msa_tiles.launch import norm_rope
 from msa_tiles.launch.caches import index_arguments, kv_arguments
 from msa_tiles.quant import FP8
 from msa_tiles.runtime.registry import default_registry
+from msa_tiles.spec import load
 from msa_tiles.verify import caches
 from msa_tiles.verify.inputs import Source
+from msa_tiles.verify.norm_rope import NormRopeAppend
 
 SEED = int(os.environ["MSA_TILES_SEED"])
 BF16 = SimpleNamespace(width=16)
@@ -60,6 +65,12 @@ class Float64(float):
     """Double precision, as Python's."""
 
 
+class Pairs(Memory):
+    """Memory of bytes that is handed to a kernel as two-byte elements."""
+
+    element = BF16
+
+
 class Words:
     """Memory of bytes as words."""
 
@@ -83,6 +94,9 @@ def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_ptr(element: Any, place: Pointer, _memspace: Any, assumed_align: int) -> Pointer:
         if element is not Int32:
             return place
+        if isinstance(place.memory, Pairs):
+            assert 2 * place.offset % assumed_align == 0
+            return Pointer(Words(place.memory), place.offset // 2)  # type: ignore[arg-type]
         assert assumed_align in (4, 8) and place.offset % assumed_align == 0
         return Pointer(Words(place.memory), place.offset // 4)  # type: ignore[arg-type]
 
@@ -98,13 +112,21 @@ def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes._CUTLASS.cute, "make_ptr", make_ptr)
     for name, stand_in in {"BFloat16": BF16, "Float64": Float64, "Uint8": int}.items():
         monkeypatch.setattr(lanes._CUTLASS, name, stand_in, raising=False)
+    for name in ("__add__", "__mul__"):
+        plain = getattr(float, name)
+        single = lambda one, other, plain=plain: Float32(plain(float(one), float(other)))  # noqa: E731
+        monkeypatch.setattr(Float32, name, single, raising=False)
+    math = SimpleNamespace(rsqrt=lambda value: Float32(1 / value**0.5))
+    monkeypatch.setattr(lanes._CUTLASS.cute, "math", math, raising=False)
     rounded = lambda value, _element: Float32(torch.tensor(value).bfloat16())  # noqa: E731
     monkeypatch.setattr(Float32, "to", rounded, raising=False)
 
 
 def endings(cell: Any) -> tuple[str, ...]:
     """The tensors of a cache, as the operand of a kernel says."""
-    (module,) = re.findall(r"operands import (append_\w+) as", cell.file.read_text(encoding="utf-8"))
+    (module,) = re.findall(
+        r"operands import (append_\w+) as (?:key_value|index_key)", cell.file.read_text(encoding="utf-8")
+    )
     return ENDINGS[module]
 
 
@@ -168,10 +190,71 @@ def test_rows_go_to_their_slots(
     further = [] if op == "append_kv" else [parts[-1] if stored == FP8 else Int32(0)]
     grid = (-(-9 * dims["num_kv_heads"] // module.ROWS),)
     lanes.launch(kernel.kernel, (*made[: number + 1], *caches_of, *further), grid, module.ROWS * kernel.lanes)
-    for memory, whole in memories.values():
-        plain = whole.view(torch.uint8) if whole.dtype == FP8 else whole
-        plain.copy_(torch.tensor(list(memory)).to(plain.dtype))
+    bring_back(memories)
     check.compare(into.codes())
+
+
+def bring_back(memories: dict[int, tuple[Memory, Tensor]]) -> None:
+    """What a kernel left in memory."""
+    for memory, whole in memories.values():
+        plain = whole.view(torch.uint8) if whole.dtype == FP8 or isinstance(memory, Pairs) else whole
+        plain.copy_(torch.tensor(list(memory)).to(plain.dtype))
+
+
+@pytest.mark.parametrize(
+    ("precision", "token_scales", "bf16_index", "strided"),
+    [
+        ("bf16", 0, 0, False), ("bf16", 0, 0, True), ("q16kv8", 0, 0, True), ("q16kv8", 0, 1, False),
+        ("q16kv8", 1, 0, False), ("q16kv8", 1, 1, True), ("q16kv4", 0, 0, True), ("q16kv4", 0, 1, False),
+        ("q16kvmx4", 0, 0, False), ("q16kvmx4", 0, 1, True),
+    ],
+)  # fmt: skip
+@pytest.mark.drawn(6)
+def test_rows_are_turned_on_their_way(
+    precision: str, token_scales: int, bf16_index: int, strided: bool, dsl: None
+) -> None:
+    packed = FORMATS.get(precision, "")
+    dims = {
+        "total_q": 4, "num_pages": 2, "page_size": 8, "head_dim": 64, "float32_table": int(strided),
+        "bf16_index": bf16_index, "token_scales": token_scales, "num_q_heads": 5, "num_kv_heads": 2,
+        "num_index_heads": 3, "rotary_dim": 32, "num_positions": 7,
+    }  # fmt: skip
+    stored = torch.bfloat16 if precision == "bf16" or packed else FP8
+    tolerance = load(*trees.specs_dirs()).operators["norm_rope_append"].tolerance[precision]
+    case: Any = SimpleNamespace(dims=dims, dtype=lambda role: stored, packed=packed, tolerance=tolerance)
+    check = NormRopeAppend(case, Source(torch.device("cpu"), SEED, "normal"), strided, "reference")
+    named, outputs = check.prepared(into_buffers=not strided)
+    given = {"q_out": None, "idx_out": None, "format": None, "k_scale": None, "v_scale": None, "backend": "reference"}
+    call, written = norm_rope_calls.norm_rope_append(**{**given, **named})
+    arguments = norm_rope.arguments(call, written.buffers)
+    [cell] = default_registry().select(op="norm_rope_append", dsl="cutedsl", target="sm90", precision=precision)
+    module = lanes.load(cell.file)
+    scales = {"token_scales": token_scales} if stored == FP8 else {}
+    kernel = module.NormRopeAppend(64, int(strided), bf16_index, **scales)
+    memories: dict[int, tuple[Memory, Tensor]] = {}
+    idx_out = arguments[6]
+    if idx_out.shape[-1] < 64:  # of e4m3
+        whole = idx_out.view(torch.uint8).flatten()
+        memories[idx_out.untyped_storage().data_ptr()] = Pairs(map(Int32, whole.tolist())), idx_out.flatten()
+    made = [argument(value, memories) for value in arguments]
+    tensors = len(endings(cell))
+    parts = [made[15 + tensors * i : 15 + tensors * (i + 1)] for i in range(3)]
+    caches_of = [kernel.cache.stored(*part) for part in parts[:2]]
+    caches_of.append(kernel.index.stored(*parts[2][: 1 if bf16_index else None]))
+    heads, offset, eps, *use_scale = arguments[15 + 3 * tensors :]
+    units = -(-5 // 4) + 2 + 1 + 1
+    assert heads == 3 and kernel.heads == 4
+    lanes.launch(
+        kernel.kernel,
+        (
+            *(tuple(made[:5]), tuple(made[5:7]), tuple(made[7:11]), made[11], tuple(made[12:15]), tuple(caches_of)),
+            *(Int32(units), Float32(offset), Float32(eps), Int32(use_scale[0] if use_scale else 0)),
+        ),
+        (-(-4 * units // module.WARPS),),
+        32 * module.WARPS,
+    )
+    bring_back(memories)
+    check.compare(outputs)
 
 
 def test_codes_are_those_of_torch() -> None:

@@ -93,7 +93,7 @@ def paged(op: str) -> dict[str, Any]:
 # Operators that only training calls have tests of their own.
 TRAINING = ["dense_attention", "index_kl", "msa_attention", "sparse_attention_backward"]
 # Those that write into the caller's caches alone, too.
-IN_PLACE = ["append_index", "append_kv"]
+IN_PLACE = ["append_index", "append_kv", "norm_rope_append"]
 # And those that take quantised tensors alone.
 QUANTISED = ["dequantize_kv"]
 _OTHERS = ("Schedule", "decode_workspace_bytes", *TRAINING, *IN_PLACE, *QUANTISED)

@@ -65,6 +65,13 @@ CALLS["append_index"] = functools.partial(appended, "append_index"), {
     "idx_k": torch.ones(3, 16), "cache": torch.zeros(2, 4, 16).to(quant.FP8),
     "slot_mapping": torch.tensor([0, 5, -1]), "scale": torch.tensor(0.3),
 }  # fmt: skip
+CALLS["norm_rope_append"] = functools.partial(appended, "norm_rope_append"), {
+    **{name: torch.ones(3, 2, 16) for name in ("q", "k", "v", "idx_q", "q_out", "idx_out")},
+    **{name: torch.ones(16) for name in ("q_weight", "k_weight", "idx_q_weight", "idx_k_weight")},
+    "idx_k": torch.ones(3, 16), "cos_sin": torch.full((7, 8), 0.5), "positions": torch.tensor([0, 6, 7]),
+    **{name: torch.zeros(2, 2, 4, 16) for name in ("k_cache", "v_cache")}, "index_cache": torch.zeros(2, 4, 16),
+    "slot_mapping": torch.tensor([0, 5, -1]),
+}  # fmt: skip
 STORED = quant.quantize_nvfp4(torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(3)), torch.tensor(0.5))
 CALLS["dequantize_kv"] = ops.dequantize_kv, {"k": STORED, "v": STORED}
 CALLS["dequantize_kv, paged"] = ops.dequantize_kv, {

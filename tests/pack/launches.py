@@ -148,6 +148,13 @@ def calls() -> None:
     slots, scale = torch.arange(130), torch.ones(())
     ops.append_kv(k, k, normal(2, 2, 128, 128), normal(2, 2, 128, 128), slots)
     ops.append_index(normal(130, 128), normal(2, 128, 128).to(FP8), slots.to(torch.int32), scale=scale)
+    weights, table = [normal(128) for _ in range(4)], torch.zeros(200, 64)
+    turned = normal(130, 2, 128), normal(130, 2, 128), normal(130, 2, 128), *weights[:2], table, slots
+    index = {"idx_q": normal(130, 3, 128), "idx_k": normal(130, 128), "index_cache": normal(2, 128, 128)}
+    index |= {"idx_q_weight": weights[2], "idx_k_weight": weights[3]}
+    ops.norm_rope_append(*turned, normal(2, 2, 128, 128), normal(2, 2, 128, 128), slots, **index)
+    caches = [normal(2, 2, 128, 128).to(FP8) for _ in "kv"]
+    ops.norm_rope_append(*turned, *caches, slots.to(torch.int32), k_scale=scale, v_scale=scale)
     pages = {name: paged_where[name] for name in ("page_table", "seqused_k")}
     for codes, table in ((normal(130, 2, 128).to(FP8), {}), (normal(6, 2, 128, 128).to(FP8), pages)):
         ops.dequantize_kv(codes, codes, k_scale=scale, v_scale=scale, **table)

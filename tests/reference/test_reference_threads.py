@@ -57,6 +57,7 @@ def calls() -> dict[str, Callable[[], object]]:
     score, outs, lses = torch.randn(2, TOKENS, 3, generator=generator), out[None], lse[None]
     cache, other, slots = torch.zeros(TOKENS, 2, 1, 8), torch.zeros(TOKENS, 2, 1, 8), torch.arange(TOKENS)
     index_cache = torch.zeros(TOKENS, 1, 8)
+    weight = torch.ones(8)
     codes, rows = k.to(FP8), torch.zeros(2, TOKENS, 2, 8).bfloat16().unbind()
     return {
         "append_index": lambda: reference.append_index(idx_k, index_cache, slots),
@@ -74,6 +75,10 @@ def calls() -> dict[str, Callable[[], object]]:
         "index_lse": lambda: reference.index_lse(idx_q, idx_k, ids, **size),
         "index_score": lambda: reference.index_score(idx_q, idx_k, **size),
         "merge_gradients": lambda: reference.merge_gradients(parts, marks, tasks, none, sums),
+        "norm_rope": lambda: reference.norm_rope(k, weight, idx_k, slots),
+        "norm_rope_append": lambda: reference.norm_rope_append(
+            q, k, v, weight, weight, idx_k, slots, cache, other, slots, q_out=out
+        ),
         "select_blocks": lambda: reference.select_blocks(idx_q, idx_k, 2, **size),
         "sparse_attention": lambda: reference.sparse_attention(q, k, v, ids, **size),
         "sparse_attention_backward": lambda: reference.sparse_attention_backward(dout, q, k, v, out, lse, ids, **size),

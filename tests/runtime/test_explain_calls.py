@@ -53,6 +53,10 @@ def prefill(queries: int = 4096, keys: int = 4096) -> dict[str, Any]:
         "v_cache": meta(keys // BLOCK, KV_HEADS, BLOCK, DIM),
         "cache": meta(keys // BLOCK, BLOCK, DIM),
         "slot_mapping": meta(keys, dtype=torch.int64),
+        **{name: meta(DIM) for name in ("q_weight", "k_weight", "idx_q_weight", "idx_k_weight")},
+        "cos_sin": meta(keys, DIM // 2),
+        "positions": meta(queries, dtype=torch.int64),
+        "index_cache": meta(keys // BLOCK, BLOCK, DIM),
     }
 
 
@@ -68,6 +72,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "index_score": ("idx_q", "idx_k"),
     "msa_attention": ("q", "k", "v", "idx_q", "idx_k", "topk"),
     "msa_decode": ("q", "k", "v", "idx_q", "idx_k", "topk"),
+    "norm_rope_append": (
+        *("q", "k", "v", "q_weight", "k_weight", "cos_sin", "positions", "k_cache", "v_cache", "slot_mapping"),
+        *("idx_q", "idx_k", "idx_q_weight", "idx_k_weight", "index_cache"),
+    ),
     "select_blocks": ("idx_q", "idx_k", "topk"),
     "sparse_attention": ("q", "k", "v", "block_indices"),
     "sparse_attention_backward": ("dout", "q", "k", "v", "out", "lse", "block_indices"),
@@ -132,6 +140,8 @@ def test_every_kernel_of_a_call_with_its_grid(op: str, backend: str) -> None:
         ("sparse_attention", "shared_attention.cutedsl", (2 * H100, 1, 1)),
         ("dequantize_kv", "dequantize_kv.cutedsl", (KV_HEADS * 4096 // 64, 1, 1)),
         ("dequantize_kv", "dequantize_kv.tilelang", (KV_HEADS * 4096 // 64,)),
+        ("norm_rope_append", "norm_rope_append.cutedsl", (4096 * (32 + 3 * KV_HEADS // 2 + 1) // 8, 1, 1)),
+        ("norm_rope_append", "norm_rope_append.tilelang", (4096 * (32 + 3 * KV_HEADS // 2 + 1) // 8,)),
     ],
 )
 def test_grids_are_those_of_the_kernels(op: str, cell: str, grid: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from msa_tiles.bench.operators import (
     dequantize,
     drafts,
     index_score,
+    norm_rope,
     prefill,
     select_blocks,
     servers,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *training.BENCHMARKS,
         *caches.BENCHMARKS,
         dequantize.BENCHMARK,
+        norm_rope.BENCHMARK,
         *batch_invariant.BENCHMARKS,
         *servers.BENCHMARKS,
     )

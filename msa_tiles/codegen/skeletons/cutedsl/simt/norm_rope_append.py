@@ -156,9 +156,7 @@ class NormRopeAppend:
                 index_cache,  # <- tensors of operands.key_value
             )
         use_index_scale = Int32(0)  # % if "token_scales" not in plan.variants
-        index_units = cute.ceil_div(index_heads, self.heads)
-        if index_heads > 0:
-            index_units = index_units + 1
+        index_units = cute.ceil_div(index_heads, self.heads) + cutlass.min(index_heads, 1)
         units = cute.ceil_div(q.shape[1], self.heads) + 2 * cute.ceil_div(k.shape[1], self.heads) + index_units
         rows = (q, k, v, idx_q, idx_k)
         written = (q_out, idx_out)

@@ -106,19 +106,13 @@ def norm_rope_append(
         eps: T.float32,
         use_index_scale: T.int32,  # % if "token_scales" in plan.variants
     ):
-        with T.Kernel(
-            T.ceildiv(
-                total_q
-                * (
-                    T.ceildiv(q_heads, of_warp)
-                    + 2 * T.ceildiv(heads, of_warp)
-                    + T.ceildiv(index_heads, of_warp)
-                    + T.min(index_heads, 1)
-                ),
-                WARPS,
-            ),
-            threads=WARPS * WARP,
-        ) as block:
+        # A unit's tensor and first head: units of a token are counted from the first one of q.
+        q_end = T.ceildiv(q.shape[1], of_warp)
+        k_end = q_end + T.ceildiv(k.shape[1], of_warp)
+        v_end = k_end + T.ceildiv(k.shape[1], of_warp)
+        idx_q_end = v_end + T.ceildiv(index_heads, of_warp)
+        units = idx_q_end + T.min(index_heads, 1)
+        with T.Kernel(T.ceildiv(q.shape[0] * units, WARPS), threads=WARPS * WARP) as block:
             k_stored = key_value.Stored(
                 k_cache,  # <- tensors of operands.key_value
             )
@@ -142,12 +136,6 @@ def norm_rope_append(
             tx = T.get_thread_binding()
             T.pdl_sync()
             T.pdl_trigger()
-            # A unit's tensor and first head: `part` counts from the first unit of q.
-            q_end = T.ceildiv(q_heads, of_warp)
-            k_end = q_end + T.ceildiv(heads, of_warp)
-            v_end = k_end + T.ceildiv(heads, of_warp)
-            idx_q_end = v_end + T.ceildiv(index_heads, of_warp)
-            units = idx_q_end + T.min(index_heads, 1)
             unit = block * WARPS + T.truncdiv(tx, WARP)
             token = T.truncdiv(unit, units)
             part = T.truncmod(unit, units)
