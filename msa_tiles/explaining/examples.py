@@ -73,14 +73,32 @@ def call_of(
         "k_cache": lambda: cache("key_value", kv_heads),
         "v_cache": lambda: cache("key_value", kv_heads),
         "cache": lambda: cache("index_key"),
+        "positions": lambda: _meta(total, dtype=torch.int64),
+        "cos_sin": lambda: _meta(
+            keys, d["head_dim"] // 2, dtype=torch.float32 if d.get("float32_table") else torch.bfloat16
+        ),
+        "index_cache": lambda: (
+            _meta(-(-total // block), block, d["head_dim"], dtype=torch.bfloat16)
+            if d.get("bf16_index")
+            else cache("key_value")
+        ),
     }
+    weights = ("q_weight", "k_weight", "idx_q_weight", "idx_k_weight")
+    made |= dict.fromkeys(weights, lambda: _meta(d["head_dim"], dtype=torch.bfloat16))
     if "slot_mapping" in inspect.signature(getattr(ops, op)).parameters:
         # What is written is not quantised yet.
         element = torch.float32 if d.get("float32_rows") else torch.bfloat16
         made |= {name: lambda: _meta(total, kv_heads, d["head_dim"], dtype=element) for name in ("k", "v")}
         made["idx_k"] = lambda: _meta(total, index_dim, dtype=element)
+        made["idx_q"] = lambda: _meta(total, index_heads, index_dim, dtype=element)
     parameters = inspect.signature(getattr(ops, op)).parameters
-    call = {name: made[name]() for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    # An index branch is there, also where it need not be.
+    branch = ("idx_q", "idx_k", *weights, "index_cache") if "index_cache" in parameters else ()
+    call = {
+        name: made[name]()
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty or name in branch
+    }
     further: dict[str, Any] = {"block_size": block, "num_kv_heads": kv_heads, "max_seqlen_q": queries}
     if requests > 1 or pages:
         further["cu_seqlens_q"] = _meta(requests + 1, dtype=torch.int32)

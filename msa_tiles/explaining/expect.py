@@ -46,8 +46,9 @@ def floor_ms(
     """
     specs = _specs()
     operator = specs.operators[op]
-    dims = _dims(operator, sizes)
     point = {name: value for name, value in numbers.items() if name in operator.dims and name not in _OF_SEQUENCES}
+    # Two values of 4 bits lie in a byte: shapes do not tell the head dim.
+    dims = {name: size for name, size in _dims(operator, sizes).items() if name not in point}
     workload = Workload("call", tuple(sequences), dims, {"causal": causal}, "normal", None, "m3", Location("", 0))
     try:
         work = work_of(operator, workload, specs.precisions[precision], point, compute)

@@ -14,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
+import msa_tiles.dsl.cutedsl.operands.append_plain as append_plain
 from msa_tiles.dsl.cutedsl.append import slot_of
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
 from msa_tiles.dsl.cutedsl.norm_rope import Slots, load_floats, norm, rotate, store_e4m3, store_rounded
-from msa_tiles.dsl.cutedsl.operands import append_plain
 from msa_tiles.dsl.cutedsl.operands import append_plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR
 from msa_tiles.dsl.table import WARP, Role, Table, declares

@@ -11,10 +11,10 @@ nor written. Offsets have 64 bits.
 
 import tilelang.language as T
 
+import msa_tiles.dsl.tilelang.operands.append_plain as append_plain
 from msa_tiles.dsl.tilelang.append import VECTOR, find_slot, load_row
 from msa_tiles.dsl.tilelang.layout import strides
 from msa_tiles.dsl.tilelang.norm_rope import load_weight, norm, rotate, store_e4m3, store_rounded
-from msa_tiles.dsl.tilelang.operands import append_plain
 from msa_tiles.dsl.tilelang.operands import append_plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.warp import WARP
 
