@@ -53,9 +53,9 @@ def norm_rope_append(
     ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D], bfloat16 (on the reference also float32), of any strides but a unit
     last one: slices of one projection's output, as a rule. ``q_weight``, ``k_weight`` [D], of the same dtype.
     ``weight_offset`` is 0, or 1 where a model keeps weights less 1, as MiniMax M3 does. ``cos_sin`` [positions,
-    rotary_dim], bfloat16 or float32: of a position the cosines for columns i and i + rotary_dim / 2 of a row, and behind
-    them their sines; the columns from rotary_dim on stay as they are. Kernels want a rotary_dim that is a multiple of
-    16. ``positions`` int64 or int32 [T]; a token whose position the table has not is not rotated.
+    rotary_dim], bfloat16 or float32: of a position the cosines for columns i and i + rotary_dim / 2 of a row, and
+    behind them their sines; the columns from rotary_dim on stay as they are. Kernels want a rotary_dim that is a
+    multiple of 16. ``positions`` int64 or int32 [T]; a token whose position the table has not is not rotated.
 
     ``k_cache``, ``v_cache``, their scales, ``slot_mapping`` and ``format`` are those of `append_kv`. The queries of a
     token whose slot is negative, or not in the cache, are written all the same.
