@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 def of_point(cell: Cell, point: Mapping[str, int]) -> str:
     """How keys lie for a cell at a compile-time point."""
-    if cell.op.startswith("append_"):
+    if "append" in cell.op:
         return CACHE
     if "paged" in point:
         return CACHE if point["paged"] else FLAT

@@ -61,6 +61,7 @@ def test_the_layout_is_that_of_the_keys_which_an_operator_reads_or_writes() -> N
     for op, wanted in {
         "dequantize_kv": {layouts.FLAT, layouts.CACHE},
         "append_kv": {layouts.CACHE},
+        "norm_rope_append": {layouts.CACHE},
         "sparse_attention_backward": {layouts.FLAT},
         "index_kl": {layouts.FLAT},
         "index_lse": {layouts.FLAT},

@@ -239,7 +239,7 @@ def test_the_roofline_is_that_of_the_benchmarks(op: str, label: str) -> None:
 def test_rows_of_caches_of_4_bits_are_as_wide_as_others() -> None:
     floors = []
     for precision in ("bf16", "q16kv4"):
-        call = call_of("norm_rope_append", {"head_dim": DIM}, (precision,), 64, 64, 1, default_registry())
+        call = call_of("norm_rope_append", {"head_dim": DIM}, Pair("bf16", precision), 64, 64, 1, default_registry())
         told = msa_tiles.explain(ops.norm_rope_append, **call, device="sm90")
         assert told.expectation is not None
         floors.append(told.expectation.floor_ms)
