@@ -71,6 +71,11 @@ def test_rare():
     assert not 0 <= value - 0.5 < 0.1
 
 
+@pytest.mark.planted
+def test_of_a_fault():
+    drew("fault", random.Random(0).random())
+
+
 @pytest.mark.skip
 def test_left_out():
     pass
@@ -128,8 +133,8 @@ def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
         return done.stdout, found
 
     out, found = run("--seeds", "60", "--junit-xml", "told.xml")
-    assert "1 failed, 6 passed, 1 skipped" in out, out
-    assert len(found["nothing"]) == 1, "a test that draws nothing runs once"
+    assert "1 failed, 7 passed, 1 skipped" in out, out
+    assert len(found["nothing"]) == len(found["fault"]) == 1, "a test that draws nothing runs once"
     for name in ("shared", "torch", "numpy", "none"):
         assert len(set(found[name])) == len(found[name]) == 60, name
     assert len({value.split()[0] for value in found["shared"]}) == 1, "a fixture of the module is drawn once"
@@ -145,7 +150,7 @@ def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
     # The run that failed, alone and in another process.
     assert re.fullmatch(rf"MSA_TILES_SEED={os.environ['MSA_TILES_SEED']} pytest --seeds {number}-{number} '.*'", place)
     out, again = run("--seeds", f"{number}-{number}")
-    assert "1 failed, 6 passed, 1 skipped" in out, out
+    assert "1 failed, 7 passed, 1 skipped" in out, out
     assert {name: values[-1] for name, values in again.items()}["rare"] == found["rare"][-1]
     for name in ("shared", "torch", "numpy", "none"):
         assert again[name] == [found[name][int(number)]], name

@@ -53,6 +53,7 @@ def test_wrong_numbers_are_noticed(prepare, op, complaint, request_at_fault):
     assert bench.check(made, result).startswith(f"request {request_at_fault}: {complaint}")
 
 
+@pytest.mark.planted
 def test_a_wrong_choice_is_noticed(prepare):
     bench = prepare("decode_topk")
     scores = bench.make(0)

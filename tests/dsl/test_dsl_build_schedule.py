@@ -226,6 +226,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_shows(fault: str, smaller: Path, tmp_path: Path) -> None:
     file = lanes.plant(FAULTS[fault], smaller, tmp_path)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):

@@ -256,6 +256,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("which", ["bf16", "head scales"])
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_table_that_does_not_fit_the_roles(which: str, name: str) -> None:
     with pytest.raises((Deadlock, AssertionError)):
         for seed in range(3):

@@ -132,6 +132,7 @@ def test_thread_blocks_have_as_many_tokens_as_the_launch_counts(precision: str) 
     assert module.ROWS * module.STEPS == dequantize.TOKENS
 
 
+@pytest.mark.planted
 def test_a_write_behind_the_last_key_is_found(dsl: None) -> None:
     check = check_of("q16kv8", [(1, 21), (1, 70)], False, paged=1, head_dim=64, page_size=8)
     module = module_of("q16kv8")

@@ -143,6 +143,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(2)
+@pytest.mark.planted
 def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
     pipeline, changes = FAULTS[fault]
     with pytest.raises((Deadlock, AssertionError)):

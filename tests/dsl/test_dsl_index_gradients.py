@@ -90,6 +90,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text(encoding="utf-8")

@@ -252,6 +252,7 @@ TABLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fault", TABLES)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
     name, changes = TABLES[fault]
     with pytest.raises((AssertionError, Deadlock)):

@@ -227,6 +227,7 @@ def test_a_warp_finds_the_request_of_a_token(requests: int) -> None:
     assert found == [[max(bisect.bisect_right(starts[:-1], token) - 1, 0) for token in tokens]] * 32
 
 
+@pytest.mark.planted
 def test_faults_do_not_pass() -> None:
     """Divergence, a barrier that some never reach, reads of nothing, and indices out of bounds."""
     warp = lanes.helper("warp")

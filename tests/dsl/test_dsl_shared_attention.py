@@ -665,6 +665,7 @@ def test_blocks_are_decoded_before_they_are_multiplied(shape: Shape, num_ctas: i
     check(num_ctas, shape, num_ctas, spoilt=spoilt, file=file)
 
 
+@pytest.mark.planted
 def test_tiles_of_one_stage_each_do_not_overtake() -> None:
     check(0, Shape(), tiles=SHORT)
 
@@ -842,6 +843,7 @@ def is_right(seed: int, tiles: tuple[tuple[int, tuple[int, ...]], ...], spoilt: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.planted
 def test_a_fault_shows(name: str) -> None:
     fault = FAULTS[name]
     text = fault.file.read_text()

@@ -206,6 +206,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
     file = lanes.plant(FAULTS[fault], KERNEL, tmp_path)
     with pytest.raises((Disagreement, IndexError, RuntimeError)):

@@ -399,6 +399,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_shows(fault: str) -> None:
     right, wrong = FAULTS[fault]
     text = KERNEL.read_text()
@@ -421,6 +422,7 @@ TABLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fault", TABLES)
 @pytest.mark.drawn(2)
+@pytest.mark.planted
 def test_a_table_that_does_not_fit_the_roles(fault: str) -> None:
     name, changes = TABLES[fault]
     with pytest.raises((AssertionError, Deadlock)):

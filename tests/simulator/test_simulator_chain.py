@@ -99,6 +99,7 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(4)
+@pytest.mark.planted
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
     replacements, expected = FAULTS[fault]
     kernel = planted("small_chain", tmp_path, *replacements).chain()

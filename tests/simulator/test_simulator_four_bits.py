@@ -107,6 +107,7 @@ def test_the_call_is_right_without_faults() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(3)
+@pytest.mark.planted
 def test_a_fault_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, expected = FAULTS[fault]
     module = with_fault(packed, old, new, tmp_path / f"planted_{sorted(FAULTS).index(fault)}_packed.py")
@@ -117,6 +118,7 @@ def test_a_fault_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.Monke
         decode()
 
 
+@pytest.mark.planted
 def test_bytes_are_not_sent_for_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = with_fault(packed_index, "T.sync_threads(7, 128)", "pass", tmp_path / "planted_packed_index.py")
     monkeypatch.setattr(index_nvfp4, "send", module.send)
@@ -135,6 +137,7 @@ FAULTS_OF_QUERIES: dict[str, tuple[str, str, tuple[type[Exception], ...]]] = {
 @pytest.mark.parametrize("op", ["index_score", "select_blocks"])
 @pytest.mark.parametrize("fault", FAULTS_OF_QUERIES)
 @pytest.mark.drawn(2)
+@pytest.mark.planted
 def test_a_fault_in_turning_queries_is_caught(
     fault: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], type[Exception] | tuple[type[Exce
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_of_the_kernel_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replacements, expected = FAULTS[fault]
     variant = {"head_dim": 64, "block_size": 64, "topk": 8, "heads_per_group": 2, "key_scales": 1}

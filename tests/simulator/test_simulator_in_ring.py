@@ -54,6 +54,7 @@ def test_the_calls_are_right_without_faults(name: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_fault_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, old, new, expected = FAULTS[fault]
     (cell,) = default_registry().select("shared_attention", "tilelang", precision="q16kv8")

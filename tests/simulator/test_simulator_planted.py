@@ -114,6 +114,7 @@ for op, target in (
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.drawn(1)
+@pytest.mark.planted
 def test_a_planted_fault_shows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault = FAULTS[name]
     fault.run()

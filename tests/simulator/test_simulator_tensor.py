@@ -94,6 +94,7 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.drawn(12)
+@pytest.mark.planted
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
     replacements, expected = FAULTS[fault]
     kernel = planted("small_tensor", tmp_path, *replacements).maxima()

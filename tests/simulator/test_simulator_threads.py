@@ -97,6 +97,7 @@ def test_shuffles_and_barriers(build: Any, seed: int) -> None:
     torch.testing.assert_close(sums[:, 1], x[:, :32].sum(1))
 
 
+@pytest.mark.planted
 def test_a_missing_barrier_between_warps_is_a_race(build: Any) -> None:
     kernel = build("reduction", ("            T.sync_threads()\n", ""))
     for seed in range(4):
@@ -193,6 +194,7 @@ def test_an_index_outside_is_refused(build: Any) -> None:
         simulate(build("histogram"), x, torch.zeros(5, dtype=torch.int32), torch.empty(3, dtype=torch.int32))
 
 
+@pytest.mark.planted
 def test_threads_that_store_different_values_to_one_element_are_a_race(build: Any) -> None:
     kernel = build("histogram", ("tickets[i] = ", "tickets[0] = "))
     with pytest.raises(RaceError, match="tickets"):

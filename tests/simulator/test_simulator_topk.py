@@ -142,6 +142,7 @@ def test_without_a_fault_no_row_comes_out_wrong() -> None:
     ],
 )
 @pytest.mark.drawn(4)
+@pytest.mark.planted
 def test_a_wrong_choice_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
     function = faulty(monkeypatch, tmp_path, old, new)
     try:
@@ -151,6 +152,7 @@ def test_a_wrong_choice_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found, "no row came out wrong"
 
 
+@pytest.mark.planted
 def test_lanes_that_do_not_wait_for_each_other_race(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     function = faulty(monkeypatch, tmp_path, "                T.sync_warp()\n", "")
     with pytest.raises(RaceError, match="sync_warp"):
