@@ -1,10 +1,13 @@
 """Rows that are normed and rotated in registers: VECTOR columns a lane, the lanes of a row beside each other."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from msa_tiles.dsl.cutedsl.operands.append_e4m3 import WORD, round_e4m3
+from msa_tiles.dsl.cutedsl.topk import pick
 from msa_tiles.dsl.cutedsl.vector import VECTOR, copy_wide, vector_of, wide
 
 
@@ -33,33 +36,52 @@ def norm(values: cute.Tensor, weight: cute.Tensor, offset: Float32, eps: Float32
         values[c] = values[c] * factor * (weight[c] + offset)
 
 
-@cute.jit
-def rotate(values: cute.Tensor, table: cute.Tensor, position: Int32, lane: Int32):
-    """Column i of the first rotary_dim / 2 with that of the second half of them, as row `position` of the table has it.
+class Angles(NamedTuple):
+    """Cosines and sines of a lane's columns, those of the first half of what is rotated negative, if there are any."""
 
-    A row of the table [positions, rotary_dim] has the cosines first and the sines behind them. Without such a row
-    nothing is rotated. All threads call it.
+    turned: Any
+    half: Any  # lanes of one half
+    cosines: Any
+    sines: Any
+
+
+@cute.jit
+def load_angles(table: cute.Tensor, position: Int32, lane: Int32) -> Angles:
+    """Row `position` of the table [positions, rotary_dim], which has the cosines first and the sines behind them.
+
+    Without such a row nothing is rotated.
     """
-    half = Int32(table.shape[1]) // (2 * VECTOR)  # lanes of one half
+    half = Int32(table.shape[1]) // (2 * VECTOR)
+    turned = (lane < 2 * half) & (position >= 0) & (position < table.shape[0])
+    cosines = cute.make_rmem_tensor(VECTOR, Float32)
+    sines = cute.make_rmem_tensor(VECTOR, Float32)
+    cosines.fill(1.0)
+    sines.fill(0.0)
+    if turned:
+        place = pick(lane < half, lane, lane - half)
+        load_floats(table[position, None], place, cosines)
+        load_floats(table[position, None], place + half, sines)
+        if lane < half:
+            for c in cutlass.range_constexpr(VECTOR):
+                sines[c] = -sines[c]
+    return Angles(turned, half, cosines, sines)
+
+
+@cute.jit
+def rotate(values: cute.Tensor, angles: Angles, lane: Int32):
+    """Column i of the first rotary_dim / 2 with that of the second half of them. All threads call it."""
     other = lane
-    sign = Float32(1.0)
-    if lane < half:
-        other = lane + half
-        sign = Float32(-1.0)
-    elif lane < 2 * half:
-        other = lane - half
+    if lane < angles.half:
+        other = lane + angles.half
+    elif lane < 2 * angles.half:
+        other = lane - angles.half
     first = Int32(cute.arch.lane_idx()) - lane
     others = cute.make_rmem_tensor(VECTOR, Float32)
     for c in cutlass.range_constexpr(VECTOR):
         others[c] = cute.arch.shuffle_sync(values[c], first + other)
-    if (lane < 2 * half) & (position >= 0) & (position < table.shape[0]):
-        cosines = cute.make_rmem_tensor(VECTOR, Float32)
-        sines = cute.make_rmem_tensor(VECTOR, Float32)
-        place = cutlass.min(lane, other)
-        load_floats(table[position, None], place, cosines)
-        load_floats(table[position, None], place + half, sines)
+    if angles.turned:
         for c in cutlass.range_constexpr(VECTOR):
-            values[c] = values[c] * cosines[c] + sign * others[c] * sines[c]
+            values[c] = values[c] * angles.cosines[c] + others[c] * angles.sines[c]
 
 
 @cute.jit

@@ -17,7 +17,7 @@ def load_weight(weight, column, packed, values):
 
 
 @T.macro
-def load_angles(table, position, column, element, packed, values):
+def _load_row(table, position, column, element, packed, values):
     """Those of a row of the table."""
     if element == "float32":
         for part in T.unroll(VECTOR // 4):
@@ -46,17 +46,27 @@ def norm(values, weight, offset, eps, lanes):
 
 
 @T.macro
-def rotate(values, table, position, lane, lane_of_warp, element, packed):
-    """Column i of the first rotary_dim / 2 with that of the second half of them, as row `position` of the table has it.
+def load_angles(table, position, lane, element, packed, cosines, sines):
+    """Row `position` of the table [positions, rotary_dim], which has the cosines first and the sines behind them.
 
-    A row of the table [positions, rotary_dim] has the cosines first and the sines behind them. Without such a row
-    nothing is rotated. All lanes of a warp call it.
+    The sines of the first half of what is rotated become negative. Without such a row all of them stay as they are.
     """
-    others = T.alloc_local([VECTOR], "float32")
-    cosines = T.alloc_local([VECTOR], "float32")
-    sines = T.alloc_local([VECTOR], "float32")
-    other = T.alloc_var("int32")
     half = T.truncdiv(table.shape[1], 2 * VECTOR)  # lanes of one half
+    if lane < 2 * half and position >= 0 and position < table.shape[0]:
+        column = T.if_then_else(lane < half, lane, lane - half) * VECTOR
+        _load_row(table, position, column, element, packed, cosines)
+        _load_row(table, position, column + half * VECTOR, element, packed, sines)
+        if lane < half:
+            for c in T.unroll(VECTOR):
+                sines[c] = -sines[c]
+
+
+@T.macro
+def rotate(values, table, position, lane, lane_of_warp, cosines, sines):
+    """Column i of the first rotary_dim / 2 with that of the second half of them. All lanes of a warp call it."""
+    others = T.alloc_local([VECTOR], "float32")
+    other = T.alloc_var("int32")
+    half = T.truncdiv(table.shape[1], 2 * VECTOR)
     other = lane
     if lane < half:
         other = lane + half
@@ -65,10 +75,8 @@ def rotate(values, table, position, lane, lane_of_warp, element, packed):
     for c in T.unroll(VECTOR):
         others[c] = T.shfl_sync(values[c], lane_of_warp - lane + other)
     if lane < 2 * half and position >= 0 and position < table.shape[0]:
-        load_angles(table, position, T.min(lane, other) * VECTOR, element, packed, cosines)
-        load_angles(table, position, (T.min(lane, other) + half) * VECTOR, element, packed, sines)
         for c in T.unroll(VECTOR):
-            values[c] = values[c] * cosines[c] + T.if_then_else(lane < half, -others[c], others[c]) * sines[c]
+            values[c] = values[c] * cosines[c] + others[c] * sines[c]
 
 
 @T.macro

@@ -14,12 +14,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-import msa_tiles.dsl.cutedsl.operands.append_plain as append_plain
 from msa_tiles.dsl.cutedsl.append import slot_of
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS
-from msa_tiles.dsl.cutedsl.norm_rope import Slots, load_floats, norm, rotate, store_e4m3, store_rounded
+from msa_tiles.dsl.cutedsl.norm_rope import Slots, load_angles, load_floats, norm, rotate, store_e4m3, store_rounded
 from msa_tiles.dsl.cutedsl.operands import append_plain as key_value  # <- operands.key_value
+from msa_tiles.dsl.cutedsl.operands.append_plain import Cache as PlainCache
 from msa_tiles.dsl.cutedsl.vector import BYTES, VECTOR
 from msa_tiles.dsl.table import WARP, Role, Table, declares
 
@@ -79,7 +79,7 @@ class NormRopeAppend:
         self.table_element = ELEMENTS["float32" if float32_table else ELEMENT]
         self.bf16_index = bf16_index
         self.cache = key_value.Cache(head_dim, **scales)
-        self.index = append_plain.Cache(head_dim) if bf16_index else self.cache
+        self.index = PlainCache(head_dim) if bf16_index else self.cache
         self.slots, self.index_slots = Slots(self.cache), Slots(self.index)
         self.lanes = head_dim // VECTOR  # of a row
         self.heads = WARP // self.lanes  # of a warp
@@ -242,8 +242,10 @@ class NormRopeAppend:
                 load_floats(weights[3], lane, weight)
         # Every lane of a warp takes part in its shuffles.
         if of_q | of_k | (idx_part >= 0):
+            # On their way while the row is.
+            angles = load_angles(table, position, lane)
             norm(values, weight, weight_offset, eps, self.lanes)
-            rotate(values, table, position, lane)
+            rotate(values, angles, lane)
         if of_q:
             if live:
                 store_rounded(values, written[0][token, head, None], lane)

@@ -14,7 +14,7 @@ import tilelang.language as T
 import msa_tiles.dsl.tilelang.operands.append_plain as append_plain
 from msa_tiles.dsl.tilelang.append import VECTOR, find_slot, load_row
 from msa_tiles.dsl.tilelang.layout import strides
-from msa_tiles.dsl.tilelang.norm_rope import load_weight, norm, rotate, store_e4m3, store_rounded
+from msa_tiles.dsl.tilelang.norm_rope import load_angles, load_weight, norm, rotate, store_e4m3, store_rounded
 from msa_tiles.dsl.tilelang.operands import append_plain as key_value  # <- operands.key_value
 from msa_tiles.dsl.tilelang.warp import WARP
 
@@ -127,6 +127,8 @@ def norm_rope_append(
             packed = T.alloc_local([4], "uint32")
             values = T.alloc_local([VECTOR], "float32")
             weight = T.alloc_local([VECTOR], "float32")
+            cosines = T.alloc_local([VECTOR], "float32")
+            sines = T.alloc_local([VECTOR], "float32")
             scale = T.alloc_local([1], "float32")
             slot = T.alloc_local([1], "int32")
             index_slot = T.alloc_local([1], "int32")
@@ -182,8 +184,10 @@ def norm_rope_append(
                     load_weight(idx_k_weight, column, packed, weight)
             # Every lane of a warp takes part in its shuffles.
             if part < k_end or part >= v_end:
+                # On their way while the row is.
+                load_angles(table, position, lane, table_element, packed, cosines, sines)
                 norm(values, weight, weight_offset, eps, lanes)
-                rotate(values, table, position, lane, T.truncmod(tx, WARP), table_element, packed)
+                rotate(values, table, position, lane, T.truncmod(tx, WARP), cosines, sines)
             # Lanes without a row may have a head that there is not.
             stored_head = T.min(head, heads - 1)
             if part < q_end:
