@@ -166,6 +166,8 @@ class NormRopeAppend:
         self.kernel(rows, written, weights, table, places, stored, units, weight_offset, eps, use_index_scale).launch(
             grid=(cute.ceil_div(q.shape[0] * units, WARPS), 1, 1),
             block=(self.cta.threads, 1, 1),
+            # As many registers as it takes: left to itself, ptxas stays with 40 and spills.
+            min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
         )
