@@ -76,6 +76,7 @@ STEPS = (
     ),
     Step("tune", 240, (*TILES, "tune")),
     bench("prefill", 240, "sparse_attention", "--precision", "q16kv8,q16kv4,q16kvmx4"),
+    bench("insert", 90, "norm_rope_append"),
     bench("decode", 180, "msa_decode", "decode_score", "sparse_decode"),
 )
 
