@@ -107,6 +107,7 @@ def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     element_of = property(lambda tensor: getattr(tensor.memory, "element", BF16))
     monkeypatch.setattr(lanes.Tensor, "element_type", element_of)
+    monkeypatch.setattr(lanes, "_LOADED", {})  # helpers that were loaded with other stand-ins
     monkeypatch.setattr(lanes._CUTLASS.cute, "make_rmem_tensor", make_rmem_tensor)
     monkeypatch.setattr(lanes.ARCH, "inline_ptx", ptx)
     monkeypatch.setattr(lanes._CUTLASS.cute, "make_ptr", make_ptr)
