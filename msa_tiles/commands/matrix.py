@@ -31,7 +31,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     add_filters(parser)
     parser.add_argument("--recorded", action="store_true", help="run nothing on a GPU")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write matrix.json and matrix.png there")
-    add_json(parser, "cells, and costs in selection")
+    add_json(parser, "cells, and what formats cost")
     parser.set_defaults(func=run)
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from msa_tiles.demo import picture as pictures
-    from msa_tiles.matrix import picture, report, selection, walk
+    from msa_tiles.matrix import picture, report, selection, values, walk
     from msa_tiles.runtime.registry import default_registry
 
     if args.out is not None:
@@ -55,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     entries = walk.walk(registry, here=True, cells=cells)
     rows = [report.describe(entry, ran, card) for entry in entries]
     costs = selection.costs()
-    document = {"cells": rows, "selection": [cost.as_json() for cost in costs], "failures": failures}
+    of_values = values.costs()
+    document = {
+        "cells": rows,
+        "selection": [cost.as_json() for cost in costs],
+        "values": [cost.as_json() for cost in of_values],
+        "failures": failures,
+    }
     if args.json:
         console.say(json.dumps(document, indent=1))
     else:
@@ -68,6 +74,10 @@ def run(args: argparse.Namespace) -> int:
             "attention kept: the share of dense attention inside the chosen blocks"
         )
         console.table(report.cost_lines(costs))
+        console.say(
+            "\nattention of these over keys and values as they are stored, against float32 ones: root mean squares"
+        )
+        console.table(report.value_lines(of_values))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         file = args.out / "matrix.json"

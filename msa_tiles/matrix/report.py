@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msa_tiles.matrix import values
 from msa_tiles.matrix.selection import Cost
 from msa_tiles.matrix.torch_errors import torch_error
 from msa_tiles.matrix.walk import Entry
@@ -22,6 +23,7 @@ LEGEND = (
     "one drawn case on the CPU; simulated: by this machine's simulator; interleaved: scales of values, above linear\n"
     "ones of keys"
 )
+VALUE_COSTS = ("precision", "inputs", "attention off by")
 COSTS = ("precision", "inputs", "blocks as float32", "attention kept", "by float32's choice")
 
 # cell id and how keys lie -> output -> worst, accepted, metric, of a run on this machine.
@@ -105,3 +107,8 @@ def cost_lines(costs: Iterable[Cost]) -> list[Sequence[str]]:
     shares = ("overlap", "mass", "mass_of_float32")
     rows = [(cost.precision, cost.kind, *(f"{100 * getattr(cost, name):.2f}%" for name in shares)) for cost in costs]
     return [COSTS, *rows]
+
+
+def value_lines(costs: Iterable[values.Cost]) -> list[Sequence[str]]:
+    """Rows of a table of what formats of keys and values cost, the heading first."""
+    return [VALUE_COSTS, *((cost.precision, cost.kind, f"{100 * cost.error:.2f}%") for cost in costs)]

@@ -24,13 +24,14 @@ BLOCK = 128
 class Inputs:
     """float32 index queries [N, Hi, Di] and keys [T, Di], and what attention of the last N tokens looks at.
 
-    `q` [N, Hq, D] and `k` [T, Hkv, D] are the main branch's: on drawn values the indexer's own.
+    `q` [N, Hq, D], `k` and `v` [T, Hkv, D] are the main branch's: on drawn values `q` and `k` are the indexer's own.
     """
 
     idx_q: Tensor
     idx_k: Tensor
     q: Tensor
     k: Tensor
+    v: Tensor
     topk: int
 
 
@@ -56,13 +57,15 @@ def inputs(kind: str, length: int = LENGTH) -> Inputs:
     """On the CPU. `gaussian` and `outliers` as in `msa_tiles.bench.agreement`; `text` is the demo's, embedded."""
     if kind != TEXT:
         idx_q, idx_k = agreement.inputs(kind, length, torch.device("cpu"))
-        return Inputs(idx_q, idx_k, idx_q, idx_k[:, None].expand(-1, idx_q.shape[1], -1), agreement.TOPK)
+        k = idx_k[:, None].expand(-1, idx_q.shape[1], -1)
+        _, v = agreement.inputs(kind, length, torch.device("cpu"), seed=1)
+        return Inputs(idx_q, idx_k, idx_q, k, v[:, None].expand_as(k), agreement.TOPK)
     from msa_tiles.demo import embed, text
 
     source = text.load(None, length)
     layer = embed.embed(list(source.ids), embed.SMALL, torch.float32, torch.device("cpu"))
     rows = slice(-QUERIES, None)
-    return Inputs(layer.idx_q[rows], layer.idx_k, layer.q[rows], layer.k, embed.SMALL.topk)
+    return Inputs(layer.idx_q[rows], layer.idx_k, layer.q[rows], layer.k, layer.v, embed.SMALL.topk)
 
 
 def mass_inside(x: Inputs, ids: Tensor) -> float:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from msa_tiles import paths, reference
-from msa_tiles.bench import agreement
+from msa_tiles.bench import agreement, precisions
 from msa_tiles.cli import main
 from msa_tiles.commands import matrix as command
-from msa_tiles.matrix import layouts, picture, report, selection, torch_errors, walk
+from msa_tiles.matrix import layouts, picture, report, selection, torch_errors, values, walk
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.registry import default_registry
 from msa_tiles.spec import load
@@ -178,6 +179,11 @@ def test_torch_is_off_by_what_bfloat16_rounds_away() -> None:
 
 
 @pytest.fixture(scope="module")
+def values_costs() -> tuple[values.Cost, ...]:
+    return values.costs()
+
+
+@pytest.fixture(scope="module")
 def costs() -> tuple[selection.Cost, ...]:
     return selection.costs(("bf16", "q8k8", "q16k4", "q16kmx4"))
 
@@ -212,6 +218,32 @@ def test_the_mass_inside_is_that_of_a_mask() -> None:
     assert selection.mass_inside(x, everything) == pytest.approx(1.0)
 
 
+def test_fewer_bits_of_keys_and_values_change_attention_more(values_costs) -> None:
+    for kind in selection.KINDS:
+        errors = {cost.precision: cost.error for cost in values_costs if cost.kind == kind}
+        assert errors["bf16"] < errors["q16kv8"] < errors["q16kv4"] < errors["q16kvmx4"] < 1
+
+
+def test_the_error_of_a_format_is_that_of_softmax_over_what_it_holds() -> None:
+    """One query and one head, key by key."""
+    x = selection.inputs("gaussian", 300)
+    x = dataclasses.replace(x, topk=3, q=x.q[-1:, :1], idx_q=x.idx_q[-1:, :1], k=x.k[:, :1], v=x.v[:, :1])
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (k[:, 0].double() @ x.q[0, 0].double() * 128**-0.5).softmax(0) @ v[:, 0].double()
+
+    exact, held = attend(x.k, x.v), attend(values.stored(x.k, "q16kv4"), values.stored(x.v, "q16kv4"))
+    assert values.error(x, "q16kv4") == pytest.approx(float((held - exact).norm() / exact.norm()), rel=1e-4)
+    assert values.error(x, "bf16") < 0.01 < values.error(x, "q16kv4")
+
+
+def test_the_readme_says_what_formats_of_keys_and_values_cost(values_costs) -> None:
+    text = " ".join((Path(__file__).resolve().parents[2] / "README.md").read_text().split())
+    for kind in ("gaussian", "text"):
+        shown = [f"{100 * cost.error:.1f}%" for cost in values_costs if cost.kind == kind and cost.precision != "bf16"]
+        assert f"{shown[0]} (e4m3), {shown[1]} (NVFP4) and {shown[2]} (MXFP4)" in text, shown
+
+
 def test_overlap_counts_ids_and_not_places() -> None:
     wanted = torch.tensor([[[3, 1, -1]]])
     assert agreement.overlap(torch.tensor([[[1, 3, 0]]]), wanted) == 1.0
@@ -232,6 +264,8 @@ def test_the_command_shows_cells_and_costs(quick, capsys, tmp_path) -> None:
     document = json.loads((tmp_path / "matrix.json").read_text())
     assert {row["op"] for row in document["cells"]} == {"topk_select", "decode_score"}
     assert document["selection"][0]["kind"] == "gaussian" and document["failures"] == []
+    assert {cost["precision"] for cost in document["values"]} == set(precisions.ATTENTION)
+    assert "attention off by" in shown
     assert (tmp_path / "matrix.png").read_bytes().startswith(b"\x89PNG")
     assert main(["matrix", "--op", "combine", "--json"]) == 0
     assert {row["status"] for row in json.loads(capsys.readouterr().out)["cells"]} <= set(walk.STATUSES)
