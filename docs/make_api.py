@@ -27,7 +27,7 @@ heads; D and Di head dims; k or topk selected blocks. Where a letter stands for 
 # Of the package itself, which loads nothing before it is asked to, there is no __all__.
 PACKAGE = ("explain", "Explanation", "use_tree", "use_pack")
 # Names of the package that are told where they are at home.
-SAYS_MORE = {"explain": "msa_tiles.explaining", "Explanation": "msa_tiles.explaining"}
+SAYS_MORE = {"explain": "msa_tiles.explaining"}
 
 
 def modules() -> list[ModuleType]:

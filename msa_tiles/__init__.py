@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from msa_tiles.explaining import Explanation
     from msa_tiles.runtime.packs import Pack
     from msa_tiles.trees import Use
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "Explanation":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from msa_tiles.explaining import Explanation  # which imports torch
+
+        return Explanation
+
 
 __version__ = "0.1.0"
 

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from msa_tiles import ops as operators
+    from msa_tiles.explaining.report import BORROWED, IN_WORDS
     from msa_tiles.runtime import pairs
     from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
@@ -83,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     tell_changed_specs()
     if args.op == DENSE:
-        text = f"{DENSE} runs FlashAttention-4 where it is installed and takes the call, else torch's attention."
-        console.say(json.dumps({"op": DENSE, "runs": text}, indent=1) if args.json else text)
+        told = {"op": DENSE, "runs": BORROWED}
+        console.say(json.dumps(told, indent=1) if args.json else f"{DENSE} {IN_WORDS[BORROWED]}.")
         return 0
     ops = [part for part in parts_of(args.op) if registry.of(part)]
     if not ops:
@@ -152,7 +153,7 @@ def _on_reference(
 ) -> int:
     """A call of tensors that are on no GPU, which no kernel has to serve."""
     from msa_tiles.call import backends
-    from msa_tiles.explaining.report import REFERENCE
+    from msa_tiles.explaining.report import IN_WORDS, REFERENCE
 
     backends.check(args.backend, torch_device)
     if args.json:
@@ -160,7 +161,7 @@ def _on_reference(
         described = [_described(decision, registry) | {"runs": REFERENCE} for decision in decisions]
         console.say(json.dumps(described, indent=1))
     else:
-        console.say(f"{args.op} on {device}\n  runs on {REFERENCE}")
+        console.say(f"{args.op} on {device}\n  {IN_WORDS[REFERENCE]}")
     return 0
 
 

@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_leaves
 from msa_tiles import ops
 from msa_tiles.call import backends
 from msa_tiles.explaining import expect, grids
-from msa_tiles.explaining.report import REFERENCE, Asked, Expectation, Explanation, Launched, widening
+from msa_tiles.explaining.report import (
+    BORROWED,
+    NOTHING,
+    REFERENCE,
+    Asked,
+    Expectation,
+    Explanation,
+    Launched,
+    widening,
+)
 from msa_tiles.explaining.sequences import sequences_of
 from msa_tiles.library import registration
 from msa_tiles.quant import QuantizedTensor
@@ -239,14 +248,13 @@ def _report(
     bound = inspect.signature(operator).bind(*arguments, **named).arguments
     backend = bound.get("backend", "auto")
     runs = "kernels"
-    if facts.target is None and not met.entries:
+    if backend == "reference" or (facts.target is None and not met.entries):
         runs = REFERENCE
-    elif backend == "reference":
-        runs = f"{REFERENCE}, as backend says"
     elif op == "dense_attention":
-        runs = "FlashAttention-4 where it is installed and takes the call, else torch's attention"
+        runs = BORROWED
     elif not met.entries:
-        runs = "no kernel: there is nothing to compute"
+        runs = NOTHING
+    workspace, results = memory
     expected: dict[int, Expectation] = {}
     if met.entries and facts.target is not None:
         sequences, assumed = sequences_of(bound)
@@ -263,7 +271,8 @@ def _report(
         )
     whole = _whole(op, met, expected, facts)
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
-    return Explanation(op, str(facts), facts.target, runs, kernels, *memory, whole, tuple(notes))
+    known = None if runs in (REFERENCE, BORROWED) else workspace
+    return Explanation(op, str(facts), facts.target, runs, kernels, known, results, whole, tuple(notes))
 
 
 def _sizes(bound: Mapping[str, Any], met: _Met) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,13 @@ from typing import Any
 
 from msa_tiles.names import counted
 
-REFERENCE = "the reference in plain torch"  # what calls of CPU tensors run on
+# What calls run on besides kernels of ours, as a value and in words.
+REFERENCE, BORROWED, NOTHING = "reference", "borrowed", "nothing"
+IN_WORDS = {
+    REFERENCE: "runs on the reference in plain torch",
+    BORROWED: "runs on FlashAttention-4 where it is installed and takes the call, else on torch's attention",
+    NOTHING: "runs no kernel: there is nothing to compute",
+}
 ORIGINS = {"pack": "from the pack {}", "cache": "from the cache", "compile": "compiled on first use"}
 
 
@@ -95,9 +101,11 @@ class Explanation:
     """What a call would do. `str()` of it is for people, `to_dict()` for JSON.
 
     It is a call of `op` on `device`, a GPU of the family `target`, or with None what has no kernels. `kernels` are
-    those that it asks for. `runs` is "kernels", "reference", or what else the operator runs on. `workspace_bytes` is
-    the most memory that the call holds at a time besides its arguments and its results, `result_bytes` what the results
-    that it allocates take. `expectation` is of the whole call; `notes` say what was assumed.
+    those that it asks for. `runs` is "kernels"; "reference"; "borrowed" of `dense_attention`, which is another
+    library's; or "nothing" where there is nothing to compute. `workspace_bytes` is the most memory that the call holds
+    at a time besides its arguments and its results, None of the reference and of what is borrowed, whose memory is not
+    known; `result_bytes` is what the results that it allocates take. `expectation` is of the whole call; `notes` say
+    what was assumed.
     """
 
     op: str
@@ -105,7 +113,7 @@ class Explanation:
     target: str | None
     runs: str
     kernels: tuple[Launched, ...]
-    workspace_bytes: int
+    workspace_bytes: int | None
     result_bytes: int
     expectation: Expectation | None
     notes: tuple[str, ...]
@@ -123,12 +131,13 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.op} on {self.device}"
-        if self.runs != "kernels":
-            yield f"  runs on {self.runs}"
+        if self.runs in IN_WORDS:
+            asked = self.runs == REFERENCE and self.target is not None
+            yield f"  {IN_WORDS[self.runs]}{', as backend says' if asked else ''}"
         else:
             launches = sum(kernel.launches for kernel in self.kernels if kernel.cell is not None)
             what = counted(launches, "launch", "launches")
-            yield f"  {what}, workspace {_size(self.workspace_bytes)}, results {_size(self.result_bytes)}"
+            yield f"  {what}, workspace {_size(self.workspace_bytes or 0)}, results {_size(self.result_bytes)}"
         if self.expectation is not None:
             yield f"  {self.expectation}"
         yield from (f"  {note}" for note in self.notes)

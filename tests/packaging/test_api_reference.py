@@ -55,6 +55,14 @@ def test_everything_public_is_on_it() -> None:
         assert re.findall(r"^### (\w+)$", part, flags=re.MULTILINE) == API.public(module)
 
 
+@pytest.mark.parametrize("module", [module.__name__ for module in API.modules()])
+def test_what_is_on_it_can_be_imported_from_there(module: str) -> None:
+    part = API.PAGE.read_text(encoding="utf-8").split(f"\n## {module}\n", 1)[1].split("\n## ", 1)[0]
+    names = re.findall(r"^### (\w+)$", part, flags=re.MULTILINE)
+    assert names
+    exec(f"from {module} import {', '.join(names)}", {})
+
+
 def said(full: str, seen: frozenset[str] = frozenset()) -> str:
     """What a docstring says, with that of its constructor, of its module, and of what it refers to by `name`."""
     thing = THINGS[full]

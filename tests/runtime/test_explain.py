@@ -157,7 +157,7 @@ def test_calls_of_cpu_tensors_run_on_the_reference(op: str, capsys: pytest.Captu
     assert answers == [(0, f"{op} on cpu (no GPU)\n  runs on the reference in plain torch\n")] * 2
     status, text = explain(capsys, op, "--device", "cpu", "--json")
     assert status == 0
-    assert {each["runs"] for each in json.loads(text)} == {"the reference in plain torch"}
+    assert {each["runs"] for each in json.loads(text)} == {"reference"}
 
 
 def test_no_kernel_of_a_dsl_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,8 +175,10 @@ def test_a_call_that_nobody_serves_in_one_part_fails(capsys: pytest.CaptureFixtu
 def test_dense_attention_has_no_kernel_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(capsys, "dense_attention") == (
         0,
-        "dense_attention runs FlashAttention-4 where it is installed and takes the call, else torch's attention.\n",
+        "dense_attention runs on FlashAttention-4 where it is installed and takes the call, else on torch's attention.\n",
     )
+    status, text = explain(capsys, "dense_attention", "--json")
+    assert status == 0 and json.loads(text) == {"op": "dense_attention", "runs": "borrowed"}
 
 
 def test_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

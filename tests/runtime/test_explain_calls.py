@@ -377,17 +377,20 @@ def test_check_looks_at_values() -> None:
 
 def test_a_cpu_runs_the_reference() -> None:
     told = msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), device="cpu")
-    assert (told.served, told.kernels, told.runs) == (True, (), "the reference in plain torch")
+    assert (told.served, told.kernels, told.runs, told.workspace_bytes) == (True, (), "reference", None)
+    assert str(told).splitlines()[1] == "  runs on the reference in plain torch"
     told = msa_tiles.explain(
         ops.sparse_attention, **arguments_of("sparse_attention"), backend="reference", device="sm90"
     )
-    assert told.kernels == () and "reference" in told.runs
+    assert (told.kernels, told.runs, told.workspace_bytes) == ((), "reference", None)
+    assert str(told).splitlines()[1] == "  runs on the reference in plain torch, as backend says"
 
 
 def test_dense_attention_has_kernels_of_others() -> None:
     given = prefill()
     call = {name: given[name] for name in ("q", "k", "v")}
-    assert "FlashAttention-4" in str(msa_tiles.explain(ops.dense_attention, **call, device="sm90"))
+    told = msa_tiles.explain(ops.dense_attention, **call, device="sm90")
+    assert (told.runs, told.workspace_bytes) == ("borrowed", None) and "runs on FlashAttention-4" in str(told)
 
 
 @pytest.mark.parametrize(
