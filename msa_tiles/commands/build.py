@@ -180,7 +180,7 @@ def _jobs(call: str, registry: Registry, target: str) -> list[Job]:
         launched = WHOLES.get(error.op, (error.op,))
         precisions = [] if error.precision == "any" else [registry.serving(op, error.precision) for op in launched]
         if remedy := ungenerated(registry, launched, [target], precisions):
-            raise ValueError(f"{error}; {remedy}") from error
+            raise ValueError(f"{error}\n{remedy}") from error
         raise
 
 

@@ -16,7 +16,7 @@ from msa_tiles.spec.cards import unknown_target
 from msa_tiles.spec.model import DSLS
 
 if TYPE_CHECKING:
-    from msa_tiles.runtime.dispatch import Candidate
+    from msa_tiles.runtime.dispatch import Candidate, Decision
 
 _SCHEDULED = (
     *("build_schedule", "combine", "dequantize_kv", "shared_attention", "sparse_attention", "split_selection"),
@@ -112,7 +112,7 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     check(f"{where}: the compile-time dim", given, sorted(dims))
     fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
     jobs: dict[str, Job] = {}
-    asked: set[str] = set()
+    asked: dict[str, list[Cell]] = {}
     served: set[str] = set()
     copies = False
     for cell in cells:
@@ -120,7 +120,7 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
         # Parts that read nothing quantised have one precision for all.
         named = serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}
         if named or (not KEYS.keys().isdisjoint(cell.reads) and alike([cell], serving, registry)):
-            asked.add(cell.op)
+            asked.setdefault(cell.op, []).append(cell)
             found = list(_serving(cell, fixed, registry, target))
             served |= {candidate.cell.op for candidate in found}
             copies |= cell.op == COPIER and bool(found)
@@ -132,7 +132,9 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     needed = [part for part in WHOLES.get(op, (op,)) if part in asked] or [op]
     if lacking := [part for part in needed if part not in served]:
         parts = "" if lacking == [op] else f" of {' and '.join(lacking)}, which it launches,"
-        raise UnservedError(f"{where}: no kernel{parts} serves it on {target}", op, precision)
+        why = [line for part in lacking for line in _refusals(part, asked.get(part, []), fixed, registry, target)]
+        sentence = f"{where}: no kernel{parts} serves it on {target}{':' if why else ''}"
+        raise UnservedError("\n  ".join([sentence, *why]), op, precision)
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
 
 
@@ -142,24 +144,46 @@ def _jobs(found: Iterable[Candidate]) -> dict[str, Job]:
     return {str(job): job for job in some}
 
 
+def _refusals(op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry: Registry, target: str) -> list[str]:
+    """A line for each reason for which these kernels of an operator do not serve the dims, with those that give it.
+
+    Where there are none of these, the precisions of those that there are.
+    """
+    from msa_tiles.runtime.pairs import precisions_of
+
+    kernels: dict[str, list[str]] = {}
+    for cell in cells:
+        dims = {name: fixed.get(name, value) for name, value in cell.ci[0].items()}
+        [answer] = (each for each in _decide(cell, dims, 0, registry, target).candidates if each.cell is cell)
+        kernels.setdefault(answer.refusal or "", []).append(cell.id)
+    others = registry.select(op, target=target)
+    if others and not kernels:
+        return [f"{op} has kernels of {precisions_of(others)}"]
+    return [f"{', '.join(names)}: {refusal}" for refusal, names in kernels.items()]
+
+
 def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str) -> Iterator[Candidate]:
     """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries."""
+    figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
+    sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
+    for variant in variants_at(cell, fixed):
+        for size in sizes:
+            chosen = _decide(cell, variant, size, registry, target).chosen
+            if chosen is not None:
+                yield chosen
+
+
+def _decide(cell: Cell, dims: Mapping[str, int], size: int, registry: Registry, target: str) -> Decision:
+    """Which kernel runs for a target's calls of a cell's operator and precision with these dims."""
     # Here, because commands that list or compile kernels do without torch.
     import torch
 
     from msa_tiles.runtime.dispatch import decide
     from msa_tiles.runtime.facts import CallFacts, target_facts
 
-    device = target_facts(registry.targets[target])
-    figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
-    sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
-    for variant in variants_at(cell, fixed):
-        features = frozenset({"paged"} if variant.get("pages_per_block") else ())
-        for size in sizes:
-            facts = CallFacts(cell.op, torch.device("cuda"), cell.precision, variant, features, size=size)
-            chosen = decide(facts, device, registry).chosen
-            if chosen is not None:
-                yield chosen
+    features = frozenset({"paged"} if dims.get("pages_per_block") else ())
+    facts = CallFacts(cell.op, torch.device("cuda"), cell.precision, dims, features, size=size)
+    return decide(facts, target_facts(registry.targets[target]), registry)
 
 
 def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int:

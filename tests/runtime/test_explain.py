@@ -173,10 +173,8 @@ def test_a_call_that_nobody_serves_in_one_part_fails(capsys: pytest.CaptureFixtu
 
 
 def test_dense_attention_has_no_kernel_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(capsys, "dense_attention") == (
-        0,
-        "dense_attention runs on FlashAttention-4 where it is installed and takes the call, else on torch's attention.\n",
-    )
+    sentence = "dense_attention runs on FlashAttention-4 where it is installed and takes the call, else on torch's"
+    assert explain(capsys, "dense_attention") == (0, f"{sentence} attention.\n")
     status, text = explain(capsys, "dense_attention", "--json")
     assert status == 0 and json.loads(text) == {"op": "dense_attention", "runs": "borrowed"}
 

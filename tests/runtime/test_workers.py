@@ -309,6 +309,9 @@ class TestWhatACallNeeds:
             ("msa_attention,group=7", "no kernel of sparse_attention and index_kl, which it launches, serves it"),
             ("", "--for '': operator  is unknown"),
             ("sparse_attention,precision=nvfp4,head_dim=96", "no kernel serves it on sm90"),
+            ("sparse_attention,head_dim=96", r"cutedsl\.sm90\.bf16.*: head_dim is 96, wanted one of 64, 128"),
+            ("msa_decode,group=7", r"sparse_decode\.tilelang\.sm90\.bf16.*: group is 7, wanted one of 1, 2, 4, 8, 16"),
+            ("sparse_attention,precision=q8k8", "\n  sparse_attention has kernels of bf16, "),
         ],
     )
     def test_calls_that_are_none(self, call: str, sentence: str) -> None:
@@ -316,6 +319,18 @@ class TestWhatACallNeeds:
             parts.jobs_for(call, default_registry(), "sm90")
         with pytest.raises(ValueError, match=r"^call "):
             parts.warm(call, target="sm90")
+
+    def test_why_no_kernel_serves_a_call_without_a_dsl(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(toolchain, "missing", lambda dsl: f"needs what compiles {dsl}")
+        with pytest.raises(ValueError) as raised:
+            parts.warm("msa_decode", target="sm90")
+        for part in ("decode_score", "sparse_decode"):
+            for dsl in ("cutedsl", "tilelang"):
+                assert f"\n  {part}.{dsl}.sm90.bf16: needs what compiles {dsl}" in str(raised.value)
+        assert cli.main(["build", "--for", "msa_decode", "--target", "sm90"]) == 2
+        assert str(raised.value).removeprefix("call") in capsys.readouterr().err
 
     def test_build_for_a_call(
         self, log: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
