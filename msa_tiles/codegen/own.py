@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
-from msa_tiles.codegen.index import INDEX, SPECS, joined
+from msa_tiles.codegen.index import INDEX, REQUESTED, SPECS, joined
 from msa_tiles.codegen.writer import Generated, checked, produce
-from msa_tiles.spec import Specs, load
+from msa_tiles.spec import KernelRow, Specs, load
 from msa_tiles.spec.model import frozen
 
 
@@ -29,7 +30,8 @@ def checked_specs(requested: Collection[str] = ()) -> Specs:
 def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[trees.Tree] | None = None) -> Generated:
     """Render the cells of the tree on top of those in use, or of a `stack`: those that are new or other than beneath.
 
-    Targets that are generated on request count where they are `requested`, and where the tree has kernels of them.
+    Targets that are generated on request count where they are `requested`, now or when the tree was generated last. Of
+    others those cells count whose row is the tree's own and names the target.
 
     Raises SpecError, and ValueError where an index beneath is malformed or there is no tree. The tree's own is to be
     written anew, whatever is there.
@@ -37,32 +39,38 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
     top, *others = trees.stack() if stack is None else stack
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
     lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if is_generated(tree))]
-    wanted = {*requested, *_present(top)}
-    made = produce(specs, folders, tree=top.directory, requested=wanted, beneath=joined(lower))
-    return dataclasses.replace(made, index={**made.index, SPECS: trees.state_of_specs(top)})
+    on_request = [name for name, target in specs.targets.items() if target.on_request]
+    wanted = sorted({*requested, *_requested(top)} & set(on_request))
+
+    def counts(row: KernelRow) -> bool:
+        named = not row.derived and Path(row.where.file).resolve().is_relative_to(top.specs)
+        return named or row.target not in on_request or row.target in wanted
+
+    made = produce(_only(specs, counts), folders, tree=top.directory, requested=on_request, beneath=joined(lower))
+    more = {REQUESTED: wanted, SPECS: trees.state_of_specs(top)}
+    return dataclasses.replace(made, index={**made.index, **more})
 
 
 def produce_for(specs: Specs, target: str) -> Generated:
     """Render all cells of a target, as the trees in use have them, to see which there can be."""
     folders = (*(tree.skeletons for tree in trees.stack()), SKELETONS)
-    return produce(only(specs, target), folders, requested=(target,))
+    return produce(_only(specs, lambda row: row.target == target), folders, requested=(target,))
 
 
-def only(specs: Specs, target: str) -> Specs:
-    """The specs with the kernels of one target."""
-    kernels = {
-        name: tuple(row for row in operator.kernels if row.target == target)
-        for name, operator in specs.operators.items()
-    }
+def _only(specs: Specs, counts: Callable[[KernelRow], bool]) -> Specs:
+    """The specs with the rows that count."""
+    kernels = {name: tuple(filter(counts, operator.kernels)) for name, operator in specs.operators.items()}
     operators = {name: dataclasses.replace(each, kernels=kernels[name]) for name, each in specs.operators.items()}
     return dataclasses.replace(specs, operators=frozen(operators))
 
 
-def _present(tree: trees.Tree) -> set[str]:
-    """The targets that a tree has kernels of: by its index, or by the headers of its kernels where it has none."""
+def _requested(tree: trees.Tree) -> set[str]:
+    """The targets that were requested of a tree, by its index; those that it has kernels of where that does not say."""
     try:
-        return {cell["target"] for cell in joined([tree.generated])["cells"]}
-    except (ValueError, KeyError):
+        cells = joined([tree.generated])["cells"]
+        said = json.loads((tree.generated / INDEX).read_text(encoding="utf-8")).get(REQUESTED)
+        return {cell["target"] for cell in cells} if said is None else set(said)
+    except (ValueError, KeyError, TypeError):
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in tree.generated.rglob("*.py"))
         return {cell.split(".")[2] for text in texts for cell in recorded_digests(text) if cell.count(".") > 2}
 

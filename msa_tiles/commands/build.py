@@ -17,6 +17,7 @@ from msa_tiles.commands._options import (
     processes,
     refuse_ungenerated,
     select,
+    tell_changed_specs,
     ungenerated,
     without_missing,
 )
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cache is not None:
         refuse_unwritable("--cache", args.cache, directory=True)
     registry = default_registry()
+    tell_changed_specs()
     if args.calls:
         return _build_for(args, registry)
     installed = without_missing(select(args, registry))

@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         made = _parts_of_trees(specs, asked, beneath=args.check)
     count = sum(selection.holds(plan.cell) for part in made for plan in part.generated.plans)
-    if not count and any(filters.values()):
+    bare = [] if tree is None else _bare(specs, made[-1].generated, asked) if made else []
+    bare = [name for name in bare if not args.target or name in args.target]
+    if not count and not bare and any(filters.values()):
         where = "no row of a spec" if tree is None else f"nothing that {_named(trees.stack(), args.check)} declares"
         raise ValueError(f"{where} matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
     if not made:
@@ -85,12 +87,14 @@ def run(args: argparse.Namespace) -> int:
     console.say(
         f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
     )
-    if tree is not None and not generated.plans:
+    for name in bare:
+        console.say(f"{name} has no kernel: it can run none of those that there are")
+    if tree is not None and not generated.plans and not bare:
         console.say(f"{tree.directory} declares {_NOTHING}")
     if args.specs is None:
         own_targets = [] if tree is None else generated.index["targets"]
         show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
-    return 0
+    return 1 if bare and not count else 0
 
 
 class _Part(NamedTuple):
@@ -104,7 +108,8 @@ class _Part(NamedTuple):
 def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_Part]:
     """What the tree on top declares and, if wanted, each of those beneath it: the lowest one first.
 
-    Those that declare no kernel and have no index are left out; ``asked`` are targets on request for the top one.
+    Those that declare neither a kernel nor a target that can run none, and have no index, are left out; ``asked`` are
+    targets on request for the top one.
     """
     from msa_tiles.codegen import own
 
@@ -112,11 +117,21 @@ def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_
     for depth in reversed(range(len(stack) if beneath else 1)):
         tree, part = stack[depth], stack[depth:]
         console.note(f"rendering the kernels of {tree.directory}")
-        generated = own.produce_own(own.specs_in_use(part) if depth else specs, () if depth else asked, part)
-        if generated.plans or own.is_generated(tree):
+        of_part, requested = (own.specs_in_use(part), ()) if depth else (specs, asked)
+        generated = own.produce_own(of_part, requested, part)
+        if generated.plans or own.is_generated(tree) or _bare(of_part, generated, requested):
             named = "".join(f" --tree {each.directory}" for each in reversed(part))
             parts.append(_Part(tree.generated, generated, named))
     return parts
+
+
+def _bare(specs: Specs, generated: Generated, asked: Sequence[str]) -> list[str]:
+    """The targets that a tree declares and that can run no kernel, neither its own nor one beneath."""
+    from msa_tiles.codegen import own
+
+    targets, there = specs.targets, {plan.target for plan in generated.plans}
+    due = [name for name in generated.index["targets"] if name in asked or not targets[name].on_request]
+    return [name for name in due if name not in there and not own.produce_for(specs, name).plans]
 
 
 def _check(parts: Sequence[_Part], count: int, selection: Selection) -> int:

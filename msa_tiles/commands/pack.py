@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, check_targets, only, processes, refuse_ungenerated, ungenerated
+from msa_tiles.commands._options import (
+    add_names,
+    check_targets,
+    only,
+    processes,
+    refuse_ungenerated,
+    tell_changed_specs,
+    ungenerated,
+)
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
@@ -54,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify.launched import unverified
 
     registry = default_registry()
+    tell_changed_specs()
     if not args.target:
         raise ValueError(f"--target is missing; it is one of {', '.join(registry.targets)}")
     refuse_ungenerated("--target", args.target, registry)

@@ -23,6 +23,7 @@ from msa_tiles.commands._options import (
     on_target,
     processes,
     select,
+    tell_changed_specs,
     tree_options,
     without_missing,
 )
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify.launched import to_compile
 
     registry = default_registry()
+    tell_changed_specs()
     cells = select(args, registry)
     processes("--jobs", args.jobs)
     processes("--processes", args.processes)

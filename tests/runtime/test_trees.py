@@ -49,6 +49,26 @@ inherits: sm90
 summary: a made-up Hopper with less shared memory
 shared_memory: {per_block: 101376, per_sm: 102400}
 """
+TINY = """target: sm120
+inherits: sm90
+summary: a made-up card that no kernel fits
+arch: sm_120a
+capability: [12, 0]
+threads_per_block: 64
+mma: {simt: {thread_group: 32, elements: {float32: [], int32: []}}}
+devices: {Tiny: {sm_count: 8, memory_gb_per_s: 100, peak_tflops: {float32: 1}}}
+default_device: Tiny
+"""
+COMBINE = """op: combine
+inherits: combine
+kernels:
+  - dsl: cutedsl
+    targets: [sm103]
+    precisions: [bf16]
+    compute: float32
+    mma: simt
+    tile: {rows: 8, unroll: 16}
+"""
 
 
 def write(path: Path, text: str) -> Path:
@@ -199,27 +219,45 @@ def test_specs_of_a_tree_that_have_changed_since_are_told(
     operator = write(
         tmp_path / "specs/operators/combine.yaml", "op: combine\ninherits: combine\nkernels: []\nsummary: own words\n"
     )
-    named, asked = ["--tree", str(tmp_path)], (["support"], ["explain", "combine", "--device", "sm90"])
+    named = ["--tree", str(tmp_path)]
+    asked = {
+        "support": 0,
+        "explain combine --device sm90": 0,
+        "build --op none": 2,
+        "build --for combine --op combine": 2,
+        "pack --target sm90 --out pack --jobs 0": 2,
+        "verify --op none": 2,
+        "tune --op none": 2,
+    }
     assert cli.main(["generate", *named]) == 0
 
     def told() -> list[bool]:
         capsys.readouterr()
         found = []
-        for command in asked:
-            assert cli.main([*command, *named]) == 0
+        for command, status in asked.items():
+            assert cli.main([*command.split(), *named]) == status
             err = capsys.readouterr().err
             found.append(f"the specs of {tmp_path.resolve()} have changed since its kernels were generated" in err)
         return found
 
-    assert told() == [False, False]
+    assert not any(told())
     operator.write_text(operator.read_text().replace("own", "other"))
-    assert told() == [True, True]
+    assert all(told())
     assert cli.main(["generate", "--op", "combine", "--dsl", "tilelang", *named]) == 0
-    assert told() == [True, True], "other cells stay as they were"
+    assert all(told()), "other cells stay as they were"
     assert cli.main(["generate", *named]) == cli.main(["generate", "--check", *named]) == 0
-    assert told() == [False, False]
+    assert not any(told())
     write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
-    assert told() == [True, True]
+    assert all(told())
+
+
+def test_what_is_timed_is_told_that_specs_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--device", "cpu", "--tree", str(tmp_path)]) == 2
+    assert "have changed" not in capsys.readouterr().err
+    empty = {"format": 2, "targets": {}, "formats": {}, "precisions": {}, "cells": [], "specs": "others"}
+    write(tmp_path / "generated/index.json", json.dumps(empty))
+    assert cli.main(["bench", "--device", "cpu", "--tree", str(tmp_path)]) == 2
+    assert f"the specs of {tmp_path.resolve()} have changed since" in capsys.readouterr().err
 
 
 def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_it(tree: Path) -> None:
@@ -396,6 +434,48 @@ def test_of_a_target_of_a_tree_without_kernels_it_is_told_why(
     assert declared in capsys.readouterr().err
     assert cli.main([*ask[:-3], "sm96", *ask[-2:]]) == 2
     assert "sm96" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [(), ("--target", "sm120"), ("--op", "combine")])
+@pytest.mark.usefixtures("few")
+def test_a_target_of_a_tree_that_can_run_nothing_is_told_why(
+    asked: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "specs/targets/sm120.yaml", TINY)
+    generate = ["generate", "--tree", str(tmp_path), *asked]
+    assert cli.main([*generate, "--check"]) == 1
+    assert "generated/index.json is missing" in capsys.readouterr().err
+    assert cli.main(generate) == 1
+    made, none, _, title, heading, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert made.startswith("0 kernels, 1 file written")
+    assert none == "sm120 has no kernel: it can run none of those that there are"
+    assert title == "sm120 has no kernels of" and heading.split()[:2] == ["operator", "because"]
+    assert [line.split()[0] for line in lines] == ["combine"] and "threads" in lines[0]
+    assert cli.main([*generate, "--check"]) == 0
+    capsys.readouterr()
+    assert cli.main(["support", "--tree", str(tmp_path), "--target", "sm120"]) == 0
+    assert title in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few")
+def test_a_row_of_a_tree_that_names_a_target_on_request_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It alone, again and again, until the target is requested; and it goes with the row."""
+    row = write(tmp_path / "specs/operators/combine.yaml", COMBINE)
+    named, index = ["--tree", str(tmp_path)], tmp_path / "generated/index.json"
+
+    def made(*options: str) -> set[str]:
+        assert cli.main(["generate", *named, *options]) == cli.main(["generate", "--check", *named]) == 0
+        return {cell["id"] for cell in json.loads(index.read_text())["cells"]}
+
+    assert made() == made() == {"combine.cutedsl.sm103.bf16"}
+    row.write_text(row.read_text().replace("[sm103]", "[sm90]"))
+    assert "combine.cutedsl.sm103.bf16" not in made()
+    row.write_text(COMBINE)
+    assert made() == {"combine.cutedsl.sm103.bf16"}
+    both = {"combine.cutedsl.sm103.bf16", "combine.tilelang.sm103.bf16"}
+    assert made("--target", "sm103") == made() == both
 
 
 def test_figures_of_a_tree_go_before_those_beneath(tmp_path: Path) -> None:
