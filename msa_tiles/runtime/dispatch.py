@@ -23,12 +23,13 @@ from typing import Any
 
 from msa_tiles import trees
 from msa_tiles.runtime import evidence, packs, toolchain, tuned
+from msa_tiles.runtime.blocks import excess
 from msa_tiles.runtime.cache import Entry
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts
 from msa_tiles.runtime.launch import Kernel
 from msa_tiles.runtime.packs import Pack, Packed
 from msa_tiles.runtime.pending import Pending, obtain
-from msa_tiles.runtime.registry import Cell, Registry, default_registry
+from msa_tiles.runtime.registry import Cell, Registry, Target, default_registry
 from msa_tiles.scoped import held
 from msa_tiles.spec.model import DSLS
 
@@ -122,8 +123,11 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
         _, misfit = fit_variant(cell, {**{name: cell.variants[name][0] for name in cell.variants}, **call.variant})
     why = cell.entry["refuses"]
     refusals = [f"it is a {cell.dsl} kernel, backend={backend!r} was asked for"] * (backend not in ("auto", cell.dsl))
-    if not _runs_on(cell, device, registry):
+    target = registry.targets.get(device.target or "")
+    if not _runs_on(cell, device, target):
         refusals.append(f"it is for {cell.target}, the call is on {device}")
+    elif target is not None and target.name != cell.target and variant.keys() == cell.variants.keys():
+        refusals += filter(None, [excess(cell, variant, target)])
     if not alike:
         refusals.append(f"it takes {cell.precision}, the call is {call.precision}")
     refusals += [misfit] if misfit else []
@@ -135,9 +139,8 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
     return Candidate(cell, variant, None if packed else _not_compilable(cell, variant), packed)
 
 
-def _runs_on(cell: Cell, device: DeviceFacts, registry: Registry) -> bool:
+def _runs_on(cell: Cell, device: DeviceFacts, target: Target | None) -> bool:
     """Whether a cell is for the device's target, or for another of the same architecture: a tree may have one."""
-    target = None if device.target is None else registry.targets.get(device.target)
     return device.target == cell.target or (target is not None and target.arch == cell.arch)
 
 

@@ -267,13 +267,36 @@ def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_
         [topk] = registry.select("topk_select", "cutedsl", "sm90small")
         facts = CallFacts("topk_select", torch.device("cuda"), "bf16", topk.ci[0])
         assert decide(facts, small, registry, "cutedsl").chosen.cell is topk  # type: ignore[union-attr]
-        decision = decide(call(registry, "sm90small"), small, registry, "cutedsl")
+        fits = call(registry, "sm90small")
+        fits = dataclasses.replace(fits, variant={**fits.variant, "head_dim": 64, "block_size": 64})
+        decision = decide(fits, small, registry, "cutedsl")
         assert decision.chosen.cell.id == CELL  # type: ignore[union-attr]
-        wanted = {job.cell.id for job in parts.jobs_for("sparse_decode", registry, "sm90small")}
+        called = "sparse_decode,head_dim=64,block_size=64"
+        wanted = {job.cell.id for job in parts.jobs_for(called, registry, "sm90small")}
         assert {each.split(".")[2] for each in wanted if each.startswith("combine.")} == {"sm90small"}
         assert {each.split(".")[2] for each in wanted if each.startswith("sparse_decode.")} == {"sm90"}
         blackwell = target_facts(registry.targets["sm100"])
         assert decide(facts, blackwell, registry, "cutedsl").chosen is None
+
+
+@pytest.mark.parametrize("head_dim, served", [(128, False), (64, True)])
+def test_a_kernel_whose_block_is_too_large_for_another_target_refuses(
+    head_dim: int, served: bool, tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = TARGET.replace("101376", "166912").replace("102400", "167936")
+    write(tmp_path / "specs/targets/sm90small.yaml", text)
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    with msa_tiles.use_tree(tmp_path):
+        registry = default_registry()
+        [cell] = registry.select("sparse_attention", "cutedsl", "sm90", "bf16")
+        facts = CallFacts(cell.op, torch.device("cuda"), "bf16", {**cell.ci[0], "head_dim": head_dim})
+        decision = decide(facts, target_facts(registry.targets["sm90small"]), registry, "cutedsl")
+        assert (decision.chosen is not None) == served
+        [refusal] = (each.refusal for each in decision.candidates if each.cell is cell)
+        at = "head_dim=128, block_size=128, group=16, pages_per_block=0"
+        sentence = f"230056 bytes of shared memory at {at} exceed the 166912 that a block can have on sm90small"
+        assert refusal == (None if served else sentence)
+        assert decide(facts, target_facts(registry.targets["sm90"]), registry, "cutedsl").chosen is not None
 
 
 def test_a_device_is_of_the_targets_of_a_tree_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
