@@ -281,8 +281,15 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
             }
             for each in decision.candidates
         ],
-        "measured": None if decision.figure is None else dataclasses.asdict(decision.figure),
+        "measured": None
+        if decision.figure is None
+        else {**dataclasses.asdict(decision.figure), "variant": _timed(decision)},
     }
+
+
+def _timed(decision: Decision) -> dict[str, int]:
+    """The compile-time dims at which `tune` times kernels: those of the M3 shape, whatever the call's are."""
+    return {} if decision.chosen is None else dict(decision.chosen.cell.ci[0])
 
 
 def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Registry) -> None:
@@ -323,7 +330,9 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
             f"{name} {ms:.4g} ms" + ("" if name in fresh else " (another digest)") for name, ms in figure.ms.items()
         )
         other = "" if figure.precision == call.precision else f", {figure.precision}, which tells the faster DSL"
-        console.say(f"Measured on {figure.card}, {figure.workload}{other}: {timed}")
+        differing = {name: value for name, value in _timed(decision).items() if decision.chosen.variant[name] != value}
+        shape = f", at {variant_text(differing)}" if differing else ""
+        console.say(f"Measured on {figure.card}, {figure.workload}{shape}{other}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
 
 

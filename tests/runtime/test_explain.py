@@ -172,6 +172,20 @@ def test_a_call_that_nobody_serves_in_one_part_fails(capsys: pytest.CaptureFixtu
     assert text.count("No kernel serves this call.") == 1
 
 
+@pytest.mark.parametrize(
+    "dims, at", [((), ""), (("head_dim=64",), "head_dim=128"), (("group=8", "head_dim=64"), "head_dim=128 group=16")]
+)
+def test_what_was_measured_at_other_dims_is_said_to_be_so(
+    dims: tuple[str, ...], at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("sparse_attention", "--device", "sm90", "--backend", "cutedsl", *(("--variant", *dims) if dims else ()))
+    status, text = explain(capsys, *asked)
+    [line] = (line for line in text.splitlines() if line.startswith("Measured on"))
+    assert status == 0 and line.partition(":")[0].split(", ")[2:] == ([f"at {at}"] if at else [])
+    status, text = explain(capsys, *asked, "--json")
+    assert json.loads(text)[0]["measured"]["variant"]["head_dim"] == 128
+
+
 def test_dense_attention_has_no_kernel_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     sentence = "dense_attention runs on FlashAttention-4 where it is installed and takes the call, else on torch's"
     assert explain(capsys, "dense_attention") == (0, f"{sentence} attention.\n")
