@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     for file in demo.write(report, block_indices, questions, prompt, args.out):
         console.say(f"wrote {file}")
     if not picture.available():
-        console.say("no picture: matplotlib is not installed (pip install matplotlib)")
+        console.say(picture.UNAVAILABLE)
     if not report.agrees:
         console.complain(f"the output does NOT agree with dense attention: error {report.error:.2e}")
     return 0 if report.agrees and not differences else 1
@@ -124,7 +124,7 @@ def _train(args: argparse.Namespace) -> int:
     for file in train.write(report, args.out):
         console.say(f"wrote {file}")
     if not picture.available():
-        console.say("no picture: matplotlib is not installed (pip install matplotlib)")
+        console.say(picture.UNAVAILABLE)
     if not report.learnt:
         after = report.after
         console.complain(

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             picture.draw(args.out / "matrix.png", entries, costs)
             console.note(f"wrote {args.out / 'matrix.png'}")
         else:
-            console.note("no picture: matplotlib is not installed (pip install matplotlib)")
+            console.note(pictures.UNAVAILABLE)
     for failure in failures:
         console.complain(failure)
     return 1 if failures else 0

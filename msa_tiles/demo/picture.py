@@ -12,6 +12,8 @@ from torch import Tensor
 
 from msa_tiles.demo.questions import Question
 
+UNAVAILABLE = "no picture: matplotlib is not installed (pip install 'msa-tiles[demo]')"
+
 
 def available() -> bool:
     """Whether matplotlib can be imported."""

@@ -84,6 +84,13 @@ def test_a_text_that_cannot_serve_is_refused(tmp_path, capsys, content, message)
 
 
 @pytest.mark.slow  # it takes a longer text to miss one
+def test_without_matplotlib_it_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(picture, "available", lambda: False)
+    assert main(["demo", "--tokens", str(TOKENS), "--out", str(tmp_path)]) == 0
+    assert "matplotlib is not installed (pip install 'msa-tiles[demo]')" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_a_missed_question_is_shown_as_missed(tmp_path, capsys, monkeypatch):
     """An indexer that sees nothing takes the first blocks, and that must not be covered up."""
 

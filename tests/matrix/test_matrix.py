@@ -271,6 +271,13 @@ def test_the_command_shows_cells_and_costs(quick, capsys, tmp_path) -> None:
     assert {row["status"] for row in json.loads(capsys.readouterr().out)["cells"]} <= set(walk.STATUSES)
 
 
+def test_without_matplotlib_it_names_the_extra(quick, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr("msa_tiles.demo.picture.available", lambda: False)
+    assert main(["matrix", "--op", "combine", "--out", str(tmp_path)]) == 0
+    assert "matplotlib is not installed (pip install 'msa-tiles[demo]')" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["matrix.json"]
+
+
 def test_what_runs_here_goes_before_the_record(quick, monkeypatch, capsys) -> None:
     cell = REGISTRY.select(op="combine", dsl="tilelang", target="sm90")[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
