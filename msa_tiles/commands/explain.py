@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries:
-        return _rehearse(args, asked, name, device.target, registry)
+        return _rehearse(args, asked, name, registry)
     if torch_device.type != "cuda" and args.op in operators.__all__:
         return _on_reference(args, asked, torch_device, device, registry)
     shown = [_decide(op, precision, args, registry, torch_device, device) for op, precision in asked.items()]
@@ -191,16 +191,13 @@ def _check_dims(args: argparse.Namespace, dims: Mapping[str, int]) -> None:
         raise ValueError(f"--variant pages_per_block is {pages}, wanted 0, or a divisor of block_size = {block}")
 
 
-def _rehearse(
-    args: argparse.Namespace, asked: Mapping[str, str], name: str, target: str | None, registry: Registry
-) -> int:
+def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, registry: Registry) -> int:
     """A dry run of a call of these sizes."""
     from msa_tiles import ops as operators
     from msa_tiles.explaining import explain
     from msa_tiles.explaining.examples import call_of
     from msa_tiles.runtime.compiler import variant_text
     from msa_tiles.runtime.pairs import model_of, pair_of
-    from msa_tiles.runtime.parts import WHOLES
 
     if args.op not in operators.__all__:
         raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
@@ -224,8 +221,6 @@ def _rehearse(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{args.op} takes no call of {variant_text(dims)}: {error}") from error
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
-    if target is not None and not (told.served or args.json):
-        _say_remedy(registry, WHOLES.get(args.op, (args.op,)), target, *asked.values())
     return 0 if told.served else 1
 
 

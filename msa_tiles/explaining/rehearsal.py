@@ -269,10 +269,24 @@ def _report(
         notes.append(
             "batch_invariant: the bits of a row depend on nothing else in the batch; calls without it were timed."
         )
+    if any(entry.stopped for entry in met.entries) and (remedy := _remedy(op, met, facts, registry)):
+        notes.append(remedy)
     whole = _whole(op, met, expected, facts)
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     known = None if runs in (REFERENCE, BORROWED) else workspace
     return Explanation(op, str(facts), facts.target, runs, kernels, known, results, whole, tuple(notes))
+
+
+def _remedy(op: str, met: _Met, facts: DeviceFacts, registry: Registry) -> str:
+    """How kernels that a call lacks can be generated, for a target that has them on request; empty where none can."""
+    from msa_tiles.codegen import Selection, lacks
+
+    precisions = [entry.decision.call.precision for entry in met.entries]
+    named = [name for name in dict.fromkeys(precisions) if name in registry.precisions]
+    if facts.target is None or not named:
+        return ""
+    selection = Selection(WHOLES.get(op, (op,)), (), (), named)
+    return lacks.ungenerated(facts.target, selection, {cell.id for cell in registry.cells})
 
 
 def _sizes(bound: Mapping[str, Any], met: _Met) -> dict[str, tuple[int, ...]]:

@@ -375,6 +375,14 @@ def test_check_looks_at_values() -> None:
         msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), check=True, device="sm90")
 
 
+@pytest.mark.parametrize("device, said", [("B300", True), ("sm103", True), ("sm100", False)])
+def test_how_kernels_come_that_a_target_has_on_request(device: str, said: bool) -> None:
+    told = msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), device=device)
+    remedy = "sparse_attention can be generated for sm103 and is not: msa-tiles generate --tree DIR --target sm103"
+    assert (told.served, remedy in told.notes) == (not said, said)
+    assert str(told).count(remedy) == int(said)
+
+
 def test_a_cpu_runs_the_reference() -> None:
     told = msa_tiles.explain(ops.sparse_attention, **arguments_of("sparse_attention"), device="cpu")
     assert (told.served, told.kernels, told.runs, told.workspace_bytes) == (True, (), "reference", None)
