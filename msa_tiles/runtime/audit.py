@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.runtime import toolchain
-from msa_tiles.runtime.blocks import promises
 from msa_tiles.runtime.cache import SOURCES, Entry
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.spec import Expression
-from msa_tiles.tables import table_of
+from msa_tiles.tables import Table, table_of
 
 FORMAT = 1
 # `/*0040*/  @!P0 HGMMA.64x128x16.F32.BF16 …`: an address, perhaps a predicate, then the opcode with its modifiers.
@@ -89,7 +88,7 @@ def _resource_complaints(
     opcodes: Mapping[str, int],
 ) -> list[str]:
     found = []
-    table, (promised_threads, promised_shared, redistributed) = promises(cell, variant)
+    table, (promised_threads, promised_shared, redistributed) = _promises(cell, variant)
     for name, function in functions.items():
         if name not in launches:
             found.append(f"{name} is in the device code but is never launched")
@@ -130,6 +129,18 @@ def _resource_complaints(
     if table is not None and (made := opcodes.get(_BARRIER, 0)) != len(table.barriers):
         found.append(f"the code makes {made} barriers, the kernel's table has {len(table.barriers)}")
     return found
+
+
+def _promises(cell: Cell, variant: Mapping[str, int]) -> tuple[Table | None, tuple[int | float, ...]]:
+    """Threads, bytes of shared memory and registers that the kernel's table, or its row, says a block takes."""
+    table_of_variant = table_of(cell.file.read_text(encoding="utf-8"))
+    if table_of_variant is not None:
+        table = table_of_variant(**variant)
+        return table, (table.threads, table.shared_memory, table.registers)
+    names: dict[str, int | float] = {**cell.entry["tile"], **variant}
+    names["threads"] = threads = Expression(str(cell.entry["threads"]))(names)
+    shared = Expression(str(cell.entry["shared_memory"]))(names)
+    return None, (threads, shared, Expression(str(cell.entry["registers"] or 0))(names))
 
 
 def _tensor_memory_complaints(cell: Cell, variant: Mapping[str, int], target: Target, entry: Entry) -> list[str]:
