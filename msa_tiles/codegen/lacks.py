@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from msa_tiles import trees
+from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.own import produce_for, specs_in_use
 from msa_tiles.codegen.plan import Selection
 from msa_tiles.spec import KernelRow, Operator, Specs, Target
 from msa_tiles.spec.judge import unfit
+from msa_tiles.spec.model import DSLS
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def _reason(operator: Operator, precision: str, target: Target, specs: Specs, se
     families = dict.fromkeys(row.mma for row in rows)
     if not any(family in target.mma for family in families):
         own = [family for family in target.mma if family != "simt"]
-        place = f"skeletons/<dsl>/{own[0] if own else '<family>'}/{operator.name}.py"
+        place = _place(own[0] if own else "<family>", operator.name)
         needs = "" if own else f", a family beside simt in specs/targets/{target.name}.yaml"
         have = ", ".join(target.mma)
         return (
@@ -86,6 +89,14 @@ def _reason(operator: Operator, precision: str, target: Target, specs: Specs, se
                 return refusal[1], f"a row for {target.name} in {file}, and a skeleton that does without"
     named = ", ".join(dict.fromkeys(row.target for row in rows))
     return f"its rows are for {named} alone", f"a row with targets: [{target.name}] in {file}"
+
+
+def _place(family: str, op: str) -> str:
+    """The skeleton to write, or what to do about the one of other precisions that there is."""
+    folders = (*(tree.skeletons for tree in trees.stack()), SKELETONS)
+    there = [dsl for dsl in DSLS if any((folder / dsl / family / f"{op}.py").is_file() for folder in folders)]
+    place = f"skeletons/{there[0] if len(there) == 1 else '<dsl>'}/{family}/{op}.py"
+    return f"{place} extended, or an algorithm of its own beside it" if there else place
 
 
 def _rows(operator: Operator, precision: str, target: Target) -> Iterator[KernelRow]:

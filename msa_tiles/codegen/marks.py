@@ -48,7 +48,7 @@ def sizes_amiss(op: str, row: KernelRow, folders: Sequence[Path], families: Coll
     if not paths:
         return
     texts = {shown(path): path.read_text(encoding="utf-8") for path in paths}
-    if row.mma in families:
+    if row.mma in families and "tile" in row.key_lines:
         for file, text in texts.items():
             yield from _missing(row, file, text)
     wanted = list(dict.fromkeys(size for text in texts.values() for size in sizes_of(text)))
@@ -66,6 +66,6 @@ def _missing(row: KernelRow, file: str, text: str) -> Iterator[str]:
     depth = 0
     for number, line in enumerate(text.splitlines(), start=1):
         value = _VALUE.search(line)
-        if value and not depth and "# %" not in line and value["name"] not in row.tile:
+        if value and not depth and "# %" not in line and value["path"] not in row.key_lines:
             yield no_value(value["path"], value["name"], Location(file, number))
         depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))

@@ -83,11 +83,16 @@ def make(
 
     The pack is there when the last one is: it is staged beside its place, and a stop on the way leaves nothing.
 
-    Raises PackingError when a kernel does not compile, or asks for what packs do not have.
+    Raises PackingError at once for a place that is taken, and when a kernel does not compile, or asks for what packs do
+    not have.
     """
     refuse_machine()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PackingError(f"{directory} exists and is no empty directory: name another, or remove it")
+    return _made(jobs, target, directory, workers, cache)
+
+
+def _made(jobs: Iterable[Job], target: Target, directory: Path, workers: int, cache: Cache | None) -> Iterator[Job]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -128,7 +133,9 @@ def described(directory: Path) -> Made:
 def _code_of(cell: Cell) -> dict[str, Any]:
     """Which code the kernels of a cell are compiled from."""
     helpers = helpers_of(cell.file.read_text(encoding="utf-8"))
-    return {"digest": cell.digest, "source": cell.source_hash(), "texts": texts_of(cell.file, helpers)}
+    code = {"digest": cell.digest, "source": cell.source_hash(), "texts": texts_of(cell.file, helpers)}
+    # The name alone: where it lay is nobody else's concern.
+    return code if cell.tree is None else {**code, "tree": cell.tree.name}
 
 
 def _pack(job: Job, entry: Entry, staged: Path) -> tuple[dict[str, Any], Library]:

@@ -50,6 +50,10 @@ def build(
         raise PackingError(f"{out.name} is no name that pip reads: call it {file_name()}")
     if not (paths.PACKAGE.parent / "pyproject.toml").is_file():
         raise PackingError("a wheel is built in a checkout; elsewhere, name a directory")
+    return _built(jobs, target, out, workers, cache)
+
+
+def _built(jobs: Iterable[Job], target: Target, out: Path, workers: int, cache: Cache | None) -> Iterator[Job]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         pack = Path(scratch, target.name)

@@ -54,9 +54,15 @@ class Packed:
         """Why it is not the kernel of this installation, as a sentence, or None."""
         made = self.pack.manifest["cells"][cell.id]
         if made["digest"] != cell.digest:
+            tree = made.get("tree")
+            here = "this installation's" if cell.tree is None else f"that of {cell.tree}"
+            of_tree = tree and (cell.tree is None or cell.tree.name != tree)
+            use = (
+                f"it was made with the tree {tree}: use that one here (--tree, MSA_TILES_TREE), or " if of_tree else ""
+            )
             return (
                 f"the pack {self.pack.directory} holds {cell.id} of digest {made['digest']}, "
-                f"this installation's is {cell.digest}: make the pack again"
+                f"{here} is {cell.digest}: {use}make the pack again"
             )
         if _same_texts(made["texts"], cell.file) or made["source"] == cell.source_hash():
             return None

@@ -59,7 +59,9 @@ def unknown_target(what: str, name: str, targets: Mapping[str, _OfCapability]) -
     if not served:
         return unknown(what, name, targets, alike=0.75)  # names of other makers' cards are as long, and have digits
     known = ", ".join("{} ({}.{})".format(target, *each.capability) for target, each in targets.items())
-    return f"{what} {name} is unknown; {served}. Known: {known}"
+    serving = next(iter(_serving(_capability(name), targets)), None)
+    remedy = f": write {what} {serving}" if serving else ""
+    return f"{what} {name} is unknown; {served}{remedy}. Known: {known}"
 
 
 def told_of(name: str, targets: Mapping[str, _OfCapability]) -> str:
@@ -69,8 +71,12 @@ def told_of(name: str, targets: Mapping[str, _OfCapability]) -> str:
     if capability is None or capability not in there:
         return ""
     of = "a GPU of compute capability {}.{}".format(*capability)
-    serving = " and ".join(target for target, each in targets.items() if each.capability == capability)
+    serving = " and ".join(_serving(capability, targets))
     return f"{of} is served by {serving}" if serving else f"no target serves {of}, a tree of your own can have one"
+
+
+def _serving(capability: tuple[int, int] | None, targets: Mapping[str, _OfCapability]) -> list[str]:
+    return [target for target, each in targets.items() if each.capability == capability]
 
 
 def _capability(name: str) -> tuple[int, int] | None:

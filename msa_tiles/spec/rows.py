@@ -49,7 +49,8 @@ def read_rows(
         rows: list[KernelRow] = []
         for target, precision in itertools.product(*axes.values()):
             own = {key: keys.nodes[key] for key in (*_ROW_KEYS, *_OPTIONAL_ROW_KEYS) if key in keys}
-            tile = keys.get("tile", Node.named, {})
+            sizes = keys.get("tile", Node.named)
+            tile = dict(sizes or {})
             for name in (target, precision):
                 own |= changes.get(name, {})
                 if "tile" in changes.get(name, {}):
@@ -58,6 +59,9 @@ def read_rows(
                 mistakes.add(
                     node.error("threads and shared_memory come together, or not at all where the kernel has a table")
                 )
+            # A size of a mistaken value is given all the same; which are, no mistaken `tile` says.
+            given = {f"tile.{name}": value.where for name, value in tile.items()}
+            own_lines = {key: value.where for key, value in own.items() if key != "tile" or sizes is not None}
             lines = {"target": axes["targets"][target].where, "precision": axes["precisions"][precision].where}
             kernel = _kernel(own, tile, variants, features, op, mistakes)
             if "targets" in keys and not target:  # they are mistaken, and so is what must be known of them
@@ -69,7 +73,7 @@ def read_rows(
                     precision=precision,
                     algorithm=algorithm,
                     where=node.where,
-                    key_lines=frozen({key: value.where for key, value in own.items()} | lines),
+                    key_lines=frozen(own_lines | lines | given),
                     **kernel,
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,19 @@ def test_a_wrong_tile_size_and_operand_are_told_with_whatever_else_is_wrong(besi
     assert len(missing) == (beside != "the MMA"), "which skeleton is meant follows from the MMA"
     assert len(sentences) == 2 + len(missing) + others, caught.value
     assert {each.where.file for each in caught.value.mistakes} == {str(toy.operator)}
+
+
+@pytest.mark.parametrize(
+    "tile", ["{rows: 8, unroll: three}", "{rows: 8, unroll: 3.5}", "{rows: 8, unroll: 0}", "8", ""]
+)
+def test_a_tile_of_mistaken_values_is_not_told_to_lack_them(tile: str, toy: Toy) -> None:
+    text = toy.operator.read_text()
+    toy.operator.write_text(re.sub(r" +tile: .*\n", f"    tile: {tile}\n" if tile else "", text))
+    with pytest.raises(SpecError) as caught:
+        checked([toy.specs], [toy.skeletons]) and toy.produce()
+    sentences = [each.sentence for each in caught.value.mistakes]
+    assert len([each for each in sentences if "has no value" in each]) == 0, caught.value
+    assert any("unroll" in each or "tile" in each for each in sentences), caught.value
 
 
 def test_mistakes_of_several_files_are_told_with_those_of_rendering(toy: Toy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -236,6 +237,20 @@ def test_without_a_driver_loading_says_so(write: Callable, cell: Cell, monkeypat
         packed.load(found)
 
 
+def test_a_kernel_of_a_tree_that_is_not_in_use_names_it(write: Callable, cell: Cell, tmp_path: Path) -> None:
+    tree = tmp_path / "adv"
+    own = dataclasses.replace(cell, tree=tree, digest="f" * 16)
+    assert make._code_of(own) == {**make._code_of(cell), "digest": own.digest, "tree": "adv"}
+    packs.use(write(made={"digest": "0123456789abcdef", "tree": "adv"}))
+    [sentence] = packs.mismatches(cell, VARIANT)
+    assert sentence.endswith(
+        f"this installation's is {cell.digest}: it was made with the tree adv: use that one here (--tree, "
+        "MSA_TILES_TREE), or make the pack again"
+    )
+    [sentence] = packs.mismatches(own, VARIANT)
+    assert sentence.endswith(f"that of {tree} is {own.digest}: make the pack again")
+
+
 def test_another_version_of_a_kernel_is_passed_over(
     write: Callable, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +333,8 @@ class TestCommand:
     def test_nothing_is_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "kept").touch()
         assert cli.main(["pack", "--target", "sm90", "--out", str(tmp_path)]) == 2
-        assert "exists and is no empty directory" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "exists and is no empty directory" in error and "packing" not in error
 
     def test_a_dsl_that_is_missing_is_told_before_anything_is_compiled(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

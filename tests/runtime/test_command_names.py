@@ -196,7 +196,7 @@ def test_a_terminal_of_few_letters_and_a_disk_without_room(shell: str, status: i
 def test_a_card_or_architecture_is_told_which_target_serves_it(name: str, of: str, serving: str) -> None:
     sentence = cards.unknown_target("--target", name, default_registry().targets)
     assert sentence.startswith(f"--target {name} is unknown; ")
-    served = f"a GPU of compute capability {of} is served by {serving}."
+    served = f"a GPU of compute capability {of} is served by {serving}: write --target {serving}."
     assert (served if serving else f"no target serves a GPU of compute capability {of}, ") in sentence
     assert sentence.endswith("Known: sm100 (10.0), sm103 (10.3), sm90 (9.0)")
 

@@ -412,7 +412,7 @@ def test_dense_attention_has_kernels_of_others() -> None:
             ops.combine,
             "gb200",
             ValueError,
-            "gb200 is unknown; a GPU of compute capability 10.0 is served by sm100.",
+            "gb200 is unknown; a GPU of compute capability 10.0 is served by sm100: write device sm100.",
         ),
     ],
 )

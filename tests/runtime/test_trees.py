@@ -555,6 +555,17 @@ def test_a_target_without_kernels_is_told_what_it_lacks(capsys: pytest.CaptureFi
     assert "kernels of sm103 are generated into a tree of your own alone: --tree DIR" in capsys.readouterr().err
 
 
+def test_a_skeleton_that_there_is_has_to_be_extended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--target", "B200", "--op", "sparse_attention,sparse_decode"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "multiplies with" in line]
+    [quantised, decode] = [line.partition("skeletons/")[2] for line in lines]
+    assert quantised == (
+        "<dsl>/tcgen05/sparse_attention.py extended, or an algorithm of its own beside it, a row in "
+        "specs/operators/sparse_attention.yaml"
+    )
+    assert decode == "<dsl>/tcgen05/sparse_decode.py, a row in specs/operators/sparse_decode.yaml"
+
+
 @pytest.mark.usefixtures("few")
 def test_a_hand_edit_of_a_target_that_lies_beneath_is_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--tree", str(tmp_path), "--target", "sm103", "--op", "combine"]) == 0
