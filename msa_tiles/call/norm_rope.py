@@ -15,7 +15,7 @@ from msa_tiles.quant import FP8, QuantizedTensor
 TABLES = (torch.bfloat16, torch.float32)
 # What comes together: an index branch has all of them.
 INDEX = ("idx_q", "idx_k", "idx_q_weight", "idx_k_weight", "index_cache")
-ALONE = ("idx_out", "index_slot_mapping", "index_scale")
+ALONE = ("idx_out", "index_slot_mapping", "index_cache_scale")
 
 
 class NormRope(NamedTuple):
@@ -40,7 +40,7 @@ class NormRope(NamedTuple):
     index_slot_mapping: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    index_scale: Tensor | None
+    index_cache_scale: Tensor | None
     eps: float
     weight_offset: float
     backend: str
@@ -138,7 +138,7 @@ def norm_rope_append(
         index_slot_mapping=idx["index_slot_mapping"],
         k_scale=keys.given,
         v_scale=values.given,
-        index_scale=None if held is None else held.given,
+        index_cache_scale=None if held is None else held.given,
         eps=eps,
         weight_offset=weight_offset,
         backend=backend,
@@ -174,7 +174,13 @@ def _index(*, format: str | None, like: Tensor, **given: Any) -> tuple[dict[str,
         slots_of(given["index_slot_mapping"], idx_k, "idx_k", "index_slot_mapping")
     cache = given["index_cache"]
     held = cache_of(
-        "index_cache", cache, given["index_scale"], "index_scale", index_format(cache, format), idx_k, "idx_k"
+        "index_cache",
+        cache,
+        given["index_cache_scale"],
+        "index_cache_scale",
+        index_format(cache, format),
+        idx_k,
+        "idx_k",
     )
     queries, idx_out = _queries("idx_q", idx_q, "idx_out", given["idx_out"], (idx_q.dtype, FP8))
     return {**given, "idx_q": queries}, idx_out, held

@@ -46,7 +46,7 @@ class Launch:
             for scale, kind in zip(scales, kinds, strict=True)
         ]
         given = [None if self.computed[kind] else scale for scale, kind in zip(scales, kinds, strict=True)]
-        call = call._replace(k_scale=given[0], v_scale=given[1], index_scale=given[2])
+        call = call._replace(k_scale=given[0], v_scale=given[1], index_cache_scale=given[2])
         self.kernel(*arguments(call, Buffers(q_out, idx_out, *held, *written)))
         return (q_out, idx_out, *caches, *(scale for scale, of in zip(scales, written, strict=True) if of is not None))
 
@@ -85,7 +85,7 @@ def arguments(call: NormRope, into: Buffers) -> tuple[Any, ...]:
         if call.index_slot_mapping is not None:
             index_words = slot_words(call.index_slot_mapping)
         scales = None if index_scales is None else index_scales[:, None]
-        index = with_scales(index_cache[:, None], call.index_scale, scales, words)
+        index = with_scales(index_cache[:, None], call.index_cache_scale, scales, words)
         index = (*index, *keys[len(index) :])
     return (
         *(q_out if call.q is None else call.q, call.k, call.v, idx_q, idx_k, q_out, out),
@@ -93,7 +93,7 @@ def arguments(call: NormRope, into: Buffers) -> tuple[Any, ...]:
         *(slot_words(call.positions), words, index_words),
         *(*keys, *values, *index),
         *(heads, call.weight_offset, call.eps),
-        *((int(call.index_scale is not None),) if _scaled(k_cache) else ()),
+        *((int(call.index_cache_scale is not None),) if _scaled(k_cache) else ()),
     )
 
 
@@ -116,7 +116,7 @@ def _facts(call: NormRope, into: Buffers) -> CallFacts:
         variant["token_scales"] = int(k_scales is not None)
         if index_cache is not None and _scaled(index_cache) and (index_scales is None) != (k_scales is None):
             came, wanted = ("given", "computed")[:: 1 if index_scales is None else -1]
-            refusals.append(f"index_scale is {came}, wanted one that is {wanted}, as k_scale is")
+            refusals.append(f"index_cache_scale is {came}, wanted one that is {wanted}, as k_scale is")
     if of_index not in (of_keys, "bfloat16"):
         refusals.append(f"index_cache stores {of_index}, wanted {of_keys}, as k_cache does, or bfloat16")
     if call.k.dtype != torch.bfloat16:

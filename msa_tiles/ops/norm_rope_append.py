@@ -39,7 +39,7 @@ def norm_rope_append(
     format: str | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    index_scale: Tensor | None = None,
+    index_cache_scale: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """What stands between a layer's projections and its attention, in one launch.
@@ -61,10 +61,10 @@ def norm_rope_append(
     token whose slot is negative, or not in the cache, are written all the same.
 
     The index branch is there as a whole or, in dense layers, not at all: ``idx_q`` [T, Hi, D], ``idx_k`` [T, D],
-    ``idx_q_weight``, ``idx_k_weight``, and ``index_cache`` with ``index_scale`` as in `append_index`; its slots are
-    ``index_slot_mapping`` where that differs from ``slot_mapping``. ``idx_out`` may be torch.float8_e4m3fn, for queries
-    without a scale: what exceeds its range becomes its largest number. Kernels have index caches of the format of
-    ``k_cache``, with scales of the same kind (given or computed), or of bfloat16.
+    ``idx_q_weight``, ``idx_k_weight``, and ``index_cache`` with ``index_cache_scale``, what `append_index` calls
+    ``scale``; its slots are ``index_slot_mapping`` where that differs from ``slot_mapping``. ``idx_out`` may be
+    torch.float8_e4m3fn, for queries without a scale: what exceeds its range becomes its largest number. Kernels have
+    index caches of the format of ``k_cache``, with scales of the same kind (given or computed), or of bfloat16.
 
     The arithmetic is that of MiniMax M3 in transformers (`MiniMaxM3VLRMSNorm`, `apply_rotary_pos_emb`), where results
     are rounded after the norm, too. vLLM has an operator for this, `fused_minimax_m3_qknorm_rope_kv_insert`, which
@@ -73,7 +73,7 @@ def norm_rope_append(
     Nothing is allocated and nothing synchronises; a captured graph serves other rows, positions and slots at the same
     addresses. No gradient passes.
     """
-    caches, scales = (k_cache, v_cache, index_cache), (k_scale, v_scale, index_scale)
+    caches, scales = (k_cache, v_cache, index_cache), (k_scale, v_scale, index_cache_scale)
     index = (idx_q, idx_k, idx_q_weight, idx_k_weight, index_slot_mapping, idx_out)
     known = remember.signature(
         (q, k, v, q_weight, k_weight, cos_sin, positions, slot_mapping, q_out, *index, *caches, *scales),
@@ -94,7 +94,7 @@ def norm_rope_append(
         q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps=eps,
         weight_offset=weight_offset, q_out=q_out, format=format, k_scale=k_scale, v_scale=v_scale, backend=backend,
         idx_q=idx_q, idx_k=idx_k, idx_q_weight=idx_q_weight, idx_k_weight=idx_k_weight, index_cache=index_cache,
-        index_slot_mapping=index_slot_mapping, idx_out=idx_out, index_scale=index_scale,
+        index_slot_mapping=index_slot_mapping, idx_out=idx_out, index_cache_scale=index_cache_scale,
     )  # fmt: skip
     _OPERATOR.mutating(call, *written.buffers)
     if known is not None and isinstance(k_cache, Tensor):

@@ -66,7 +66,7 @@ def norm_rope_append(
     weight_offset: float = 0.0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    index_scale: Tensor | None = None,
+    index_cache_scale: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     index_scales: Tensor | None = None,
@@ -91,4 +91,4 @@ def norm_rope_append(
     if index_cache is not None:
         slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
         keys, scales = turned(idx_k[:, None], idx_k_weight), None if index_scales is None else index_scales[:, None]
-        append_rows(keys, index_cache[:, None], slots, index_scale, scales)
+        append_rows(keys, index_cache[:, None], slots, index_cache_scale, scales)

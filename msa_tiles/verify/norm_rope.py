@@ -33,6 +33,7 @@ from msa_tiles.verify.inputs import Source
 BEFORE_ROUNDING = "relative, before rounding"
 HALVINGS = 6  # of the tolerance, in search of the least that holds
 EPS = 1e-5
+SCALES = {"k": "k_scale", "v": "v_scale", "index": "index_cache_scale"}  # the outputs of each cache
 
 
 class Turned(NamedTuple):
@@ -85,11 +86,11 @@ class NormRopeAppend:
             index_cache: Any = dataclasses.replace(made, data=made.data[:, 0], scale=made.scale[:, 0])
         else:
             index_cache = index.views[0][:, 0]
-        index_scale = index.scales[0][:, 0] if isinstance(index, Caches) and index.scales else self.index_given[0]
+        index_cache_scale = index.scales[0][:, 0] if isinstance(index, Caches) and index.scales else self.index_given[0]
         scales = {"k_scale": k_scale, "v_scale": v_scale} if isinstance(into, Caches) else {}
         q, k, v, idx_q, idx_k = rows
         return scales | {
-            "index_scale": index_scale if isinstance(index, Caches) else None,
+            "index_cache_scale": index_cache_scale if isinstance(index, Caches) else None,
             "q": q, "k": k, "v": v, "idx_q": idx_q, "idx_k": idx_k[:, 0],
             **dict(zip(("q_weight", "k_weight", "idx_q_weight", "idx_k_weight"), self.weights, strict=True)),
             "cos_sin": self.table, "positions": self.positions, "eps": EPS, "weight_offset": self.offset,
@@ -185,7 +186,7 @@ class NormRopeAppend:
             scale = got.scales[0][page, :, place]
             wanted.scales[0][page, :, place] = scale
             largest = Turned(*(each.amax(-1) for each in (turned.values.abs(), turned.sizes)))
-            errors |= self._within(f"{name}_scale", scale.double(), lambda v: scale_of(v.float()).double(), largest)
+            errors |= self._within(SCALES[name], scale.double(), lambda v: scale_of(v.float()).double(), largest)
             errors |= self._fp8(name, found, scale[..., None].double(), turned)
         elif cache.dtype == FP8:
             scale = torch.ones((), device=found.device) if given is None else given
@@ -216,7 +217,7 @@ class NormRopeAppend:
             made = to_e4m3(most / (LARGEST_E2M1 * outer)) if kind == "nvfp4" else floor_e8m0(most / 4)
             return made.float().double()
 
-        errors = self._within(f"{name}_scale", scale.float().double(), rounded, largest)
+        errors = self._within(SCALES[name], scale.float().double(), rounded, largest)
         unit = (scale.float().double() * outer)[..., None]
         codes = e2m1_values(unpacked(found)).double().unflatten(-1, (-1, size))
         unit = torch.where(unit > 0, unit, torch.inf)

@@ -154,13 +154,17 @@ def pools() -> dict[str, Any]:
 
 def given() -> dict[str, Any]:
     made = {name: torch.zeros(4, 2, 8, DIM).to(FP8) for name in ("k_cache", "v_cache")}
-    scales = {"k_scale": torch.tensor([0.01, 0.5]), "v_scale": torch.tensor(0.25), "index_scale": torch.tensor(0.5)}
+    scales = {
+        "k_scale": torch.tensor([0.01, 0.5]),
+        "v_scale": torch.tensor(0.25),
+        "index_cache_scale": torch.tensor(0.5),
+    }
     return made | {"index_cache": torch.zeros(4, 8, DIM).to(FP8)} | scales
 
 
 def computed() -> dict[str, Any]:
     scales = {name: torch.zeros(4, 8, 2).transpose(1, 2) for name in ("k_scale", "v_scale")}
-    return given() | scales | {"index_scale": torch.zeros(4, 8)}
+    return given() | scales | {"index_cache_scale": torch.zeros(4, 8)}
 
 
 def bytes_alone() -> dict[str, Any]:
@@ -171,7 +175,7 @@ def bytes_alone() -> dict[str, Any]:
 
 def beside_bf16() -> dict[str, Any]:
     """e4m3 beside index keys of bfloat16."""
-    return given() | {"index_cache": torch.zeros(4, 8, DIM).to(BF16), "index_scale": None}
+    return given() | {"index_cache": torch.zeros(4, 8, DIM).to(BF16), "index_cache_scale": None}
 
 
 def of_vllm() -> dict[str, Any]:
@@ -204,8 +208,8 @@ def test_caches_are_those_of_append_kv_and_append_index(kind: Callable[[], dict[
     ops.append_kv(k, v, other["k_cache"], other["v_cache"], SLOTS, format=other.get("format"), **scales)
     cache, form = other["index_cache"], calls.index_format(other["index_cache"], other.get("format"))
     idx_k = turned("idx_k", other["idx_k"][:, None])[:, 0]
-    ops.append_index(idx_k, cache, INDEX_SLOTS, format=form, scale=other.get("index_scale"))
-    for name in ("k_cache", "v_cache", "index_cache", "k_scale", "v_scale", "index_scale"):
+    ops.append_index(idx_k, cache, INDEX_SLOTS, format=form, scale=other.get("index_cache_scale"))
+    for name in ("k_cache", "v_cache", "index_cache", "k_scale", "v_scale", "index_cache_scale"):
         got, wanted = call.get(name), other.get(name)
         pairs = [(got, wanted)]
         if isinstance(got, QuantizedTensor):
@@ -289,7 +293,7 @@ def test_rows_without_a_slot_are_not_looked_at() -> None:
         (base(v_cache=base()["v_cache"].float()), TypeError, "v_cache: got dtype torch.float32; wanted torch.bf"),
         (base(index_cache=torch.zeros(4, 8, 32).to(BF16)), ValueError, "index_cache: got 32 values in a row; wanted"),
         (base(**{**given(), "k_scale": None}), ValueError, r"k_scale: got None; wanted float32 \[\], \[Hkv\]"),
-        (base(index_scale=torch.ones(())), ValueError, "index_scale: got a Tensor; wanted None"),
+        (base(index_cache_scale=torch.ones(())), ValueError, "index_cache_scale: got a Tensor; wanted None"),
         (base(backend="tilelang"), ValueError, "backend: got 'tilelang' for tensors on cpu"),
     ],
 )  # fmt: skip
@@ -317,7 +321,7 @@ def projected_over(rows: Tensor) -> Tensor:
 def test_torch_library() -> None:
     call = base()
     made, written = calls.norm_rope_append(
-        **call, eps=1e-6, q_out=None, idx_out=None, format=None, k_scale=None, v_scale=None, index_scale=None,
+        **call, eps=1e-6, q_out=None, idx_out=None, format=None, k_scale=None, v_scale=None, index_cache_scale=None,
         backend="auto",
     )  # fmt: skip
     opcheck(torch.ops.msa_tiles.norm_rope_append.default, (*made, *written.buffers))
@@ -393,7 +397,7 @@ def test_a_repeated_call_hands_its_kernel_the_same(
     assert halves == (call.get("idx_out") is not None and call["idx_out"].dtype == FP8)
     heads = 3 if call.get("idx_q") is not None else 0
     numbers = [value for value in first if not isinstance(value, Tensor)]
-    scale = call.get("index_scale")
+    scale = call.get("index_cache_scale")
     use_scale = [int(scale is not None and not scale.dim())] if "token_scales" in variant else []
     assert numbers == [heads, 1.0, 1e-6, *use_scale]
 
@@ -404,8 +408,8 @@ def test_a_repeated_call_hands_its_kernel_the_same(
         (base(cos_sin=table(24)), "wanted rotary_dim % 16 == 0"),
         (base(dtype=torch.float32), "rows are torch.float32, wanted torch.bfloat16"),
         (base(index_cache=torch.zeros(4, 8, DIM).to(FP8)), "index_cache stores float8_e4m3fn, wanted bfloat16, as"),
-        (base(**{**computed(), "index_scale": None}), "index_scale is given, wanted one that is computed"),
-        (base(**{**given(), "index_scale": torch.zeros(4, 8)}), "index_scale is computed, wanted one that is giv"),
+        (base(**{**computed(), "index_cache_scale": None}), "index_cache_scale is given, wanted one that is computed"),
+        (base(**{**given(), "index_cache_scale": torch.zeros(4, 8)}), "index_cache_scale is computed, wanted one that"),
     ],
 )  # fmt: skip
 def test_kernels_say_why_they_refuse(call: dict[str, Any], refusal: str) -> None:

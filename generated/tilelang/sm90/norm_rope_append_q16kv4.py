@@ -17,19 +17,19 @@
 #   idx_q         [total_q, num_index_heads, head_dim]  bfloat16  last stride 1; optional
 #   idx_k         [total_q, head_dim]                   bfloat16  last stride 1; optional
 # Outputs
-#   q_out        [total_q, num_q_heads, head_dim]                     bfloat16       last stride 1; or q itself
-#   idx_out      [total_q, num_index_heads, head_dim]                 bfloat16       last stride 1; optional; or idx_q
-#                                                                                    itself
-#   k_cache      [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8          last stride 1
-#   v_cache      [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8          last stride 1
-#   index_cache  [num_pages, page_size, head_dim / 2]                 uint8          last stride 1; optional; or
-#                                                                                    bfloat16; pages of its own
-#   k_scale      [num_pages, num_kv_heads, page_size, head_dim / 16]  float8_e4m3fn  any strides; optional; one for 16
-#                                                                                    values
-#   v_scale      [num_pages, num_kv_heads, page_size, head_dim / 16]  float8_e4m3fn  any strides; optional; one for 16
-#                                                                                    values
-#   index_scale  [num_pages, page_size, head_dim / 16]                float8_e4m3fn  any strides; optional; one for 16
-#                                                                                    values
+#   q_out              [total_q, num_q_heads, head_dim]                     bfloat16       last stride 1; or q itself
+#   idx_out            [total_q, num_index_heads, head_dim]                 bfloat16       last stride 1; optional; or
+#                                                                                          idx_q itself
+#   k_cache            [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8          last stride 1
+#   v_cache            [num_pages, num_kv_heads, page_size, head_dim / 2]   uint8          last stride 1
+#   index_cache        [num_pages, page_size, head_dim / 2]                 uint8          last stride 1; optional; or
+#                                                                                          bfloat16; pages of its own
+#   k_scale            [num_pages, num_kv_heads, page_size, head_dim / 16]  float8_e4m3fn  any strides; optional; one
+#                                                                                          for 16 values
+#   v_scale            [num_pages, num_kv_heads, page_size, head_dim / 16]  float8_e4m3fn  any strides; optional; one
+#                                                                                          for 16 values
+#   index_cache_scale  [num_pages, page_size, head_dim / 16]                float8_e4m3fn  any strides; optional; one
+#                                                                                          for 16 values
 # Dims
 #   head_dim         compiled for 128, 64
 #   float32_table    compiled for 0, 1

@@ -17,19 +17,21 @@
 #   idx_q         [total_q, num_index_heads, head_dim]  bfloat16  last stride 1; optional
 #   idx_k         [total_q, head_dim]                   bfloat16  last stride 1; optional
 # Outputs
-#   q_out        [total_q, num_q_heads, head_dim]                bfloat16       last stride 1; or q itself
-#   idx_out      [total_q, num_index_heads, head_dim]            bfloat16       last stride 1; optional; or idx_q itself
-#   k_cache      [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
-#   v_cache      [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
-#   index_cache  [num_pages, page_size, head_dim]                float8_e4m3fn  last stride 1; optional; or bfloat16;
-#                                                                               pages of its own
-#   k_scale      [num_pages, num_kv_heads, page_size]            float32        any strides; optional; or
-#                                                                               [num_kv_heads], an input, without
-#                                                                               token_scales; of 4 bits one for every
-#                                                                               group of a row
-#   v_scale      [num_pages, num_kv_heads, page_size]            float32        any strides; optional; like k_scale
-#   index_scale  [num_pages, page_size]                          float32        any strides; optional; like k_scale, of
-#                                                                               one head
+#   q_out              [total_q, num_q_heads, head_dim]                bfloat16       last stride 1; or q itself
+#   idx_out            [total_q, num_index_heads, head_dim]            bfloat16       last stride 1; optional; or idx_q
+#                                                                                     itself
+#   k_cache            [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
+#   v_cache            [num_pages, num_kv_heads, page_size, head_dim]  float8_e4m3fn  last stride 1
+#   index_cache        [num_pages, page_size, head_dim]                float8_e4m3fn  last stride 1; optional; or
+#                                                                                     bfloat16; pages of its own
+#   k_scale            [num_pages, num_kv_heads, page_size]            float32        any strides; optional; or
+#                                                                                     [num_kv_heads], an input, without
+#                                                                                     token_scales; of 4 bits one for
+#                                                                                     every group of a row
+#   v_scale            [num_pages, num_kv_heads, page_size]            float32        any strides; optional; like
+#                                                                                     k_scale
+#   index_cache_scale  [num_pages, page_size]                          float32        any strides; optional; like
+#                                                                                     k_scale, of one head
 # Dims
 #   head_dim         compiled for 128, 64
 #   float32_table    compiled for 0, 1
