@@ -128,10 +128,12 @@ def norm_rope_append(
         q=q,
         k=k,
         v=v,
-        **{name: idx[name] for name in ("idx_q", "idx_k")},
+        idx_q=idx["idx_q"],
+        idx_k=idx["idx_k"],
         q_weight=q_weight,
         k_weight=k_weight,
-        **{name: idx[name] for name in ("idx_q_weight", "idx_k_weight")},
+        idx_q_weight=idx["idx_q_weight"],
+        idx_k_weight=idx["idx_k_weight"],
         cos_sin=cos_sin,
         positions=positions,
         slot_mapping=slot_mapping,
@@ -173,15 +175,8 @@ def _index(*, format: str | None, like: Tensor, **given: Any) -> tuple[dict[str,
     if given["index_slot_mapping"] is not None:
         slots_of(given["index_slot_mapping"], idx_k, "idx_k", "index_slot_mapping")
     cache = given["index_cache"]
-    held = cache_of(
-        "index_cache",
-        cache,
-        given["index_cache_scale"],
-        "index_cache_scale",
-        index_format(cache, format),
-        idx_k,
-        "idx_k",
-    )
+    scale, of = given["index_cache_scale"], index_format(cache, format)
+    held = cache_of("index_cache", cache, scale, "index_cache_scale", of, idx_k, "idx_k")
     queries, idx_out = _queries("idx_q", idx_q, "idx_out", given["idx_out"], (idx_q.dtype, FP8))
     return {**given, "idx_q": queries}, idx_out, held
 

@@ -53,6 +53,7 @@ class Cost:
         return asdict(self)
 
 
+@functools.lru_cache(maxsize=len(KINDS))
 def inputs(kind: str, length: int = LENGTH) -> Inputs:
     """On the CPU. `gaussian` and `outliers` as in `msa_tiles.bench.agreement`; `text` is the demo's, embedded."""
     if kind != TEXT:

@@ -39,16 +39,20 @@ def stored(values: Tensor, precision: str) -> Tensor:
     return held.dequantize(torch.float32) if isinstance(held, QuantizedTensor) else held.float()
 
 
-def error(x: selection.Inputs, precision: str) -> float:
-    """Of attention to the blocks that float32 scores choose."""
+def errors(x: selection.Inputs, names: Sequence[str]) -> list[float]:
+    """Of attention in these precisions to the blocks that float32 scores choose."""
     ids = reference.select_blocks(x.idx_q, x.idx_k, x.topk, num_kv_heads=x.k.shape[1])
     wanted = reference.sparse_attention(x.q, x.k, x.v, ids)[0]
-    out = reference.sparse_attention(x.q, stored(x.k, precision), stored(x.v, precision), ids)[0]
-    return float((out - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    found = (reference.sparse_attention(x.q, stored(x.k, name), stored(x.v, name), ids)[0] for name in names)
+    return [float((out - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()) for out in found]
 
 
 @functools.lru_cache(maxsize=8)
 def costs(names: Sequence[str] = precisions.ATTENTION, length: int = selection.LENGTH) -> tuple[Cost, ...]:
     """For each kind of inputs and each precision of attention."""
-    made = {kind: selection.inputs(kind, length) for kind in selection.KINDS}
-    return tuple(Cost(name, kind, length, error(x, name)) for kind, x in made.items() for name in names)
+    found = {kind: errors(selection.inputs(kind, length), names) for kind in selection.KINDS}
+    return tuple(
+        Cost(name, kind, length, error)
+        for kind, of_kind in found.items()
+        for name, error in zip(names, of_kind, strict=True)
+    )

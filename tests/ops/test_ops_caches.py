@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import msa_tiles
-from msa_tiles import ops, runtime
-from msa_tiles.call import backends
+from msa_tiles import ops
 from msa_tiles.launch import caches as launch
 from msa_tiles.quant import (
     FP8,
@@ -300,20 +299,6 @@ def test_autograd_hears_of_the_write() -> None:
         product.backward()
     with pytest.raises(ValueError, match="k_cache: got a tensor that requires grad"):
         ops.append_kv(rows(), rows(), torch.zeros(4, 2, 8, 64, dtype=BF16, requires_grad=True), v_cache, SLOTS)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What kernels are found by and given, on CPU tensors."""
-    seen: list[Any] = []
-
-    def find(op: str, facts: Any, backend: str = "auto", **_: Any) -> Any:
-        seen.append(facts)
-        return lambda *arguments: seen.append(arguments)
-
-    monkeypatch.setattr(backends, "has_kernels", lambda device: True)
-    monkeypatch.setattr(runtime, "find_kernel", find)
-    return seen
 
 
 def test_what_the_kernels_get(launched: list[Any]) -> None:

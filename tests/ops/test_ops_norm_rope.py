@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import msa_tiles
-from msa_tiles import ops, reference, runtime
-from msa_tiles.call import backends
+from msa_tiles import ops, reference
 from msa_tiles.call import norm_rope as calls
 from msa_tiles.quant import FP8, QuantizedTensor, quantize_mxfp4, quantize_nvfp4, vllm_pages
 
@@ -346,20 +345,6 @@ def test_autograd_hears_of_the_write() -> None:
         product.backward()
     with pytest.raises(ValueError, match="q: got a tensor that requires grad"):
         ops.norm_rope_append(**base(q=base()["q"].requires_grad_()))
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What kernels are found by and given, on CPU tensors."""
-    seen: list[Any] = []
-
-    def find(op: str, facts: Any, backend: str = "auto", **_: Any) -> Any:
-        seen.append(facts)
-        return lambda *arguments: seen.append(arguments)
-
-    monkeypatch.setattr(backends, "has_kernels", lambda device: True)
-    monkeypatch.setattr(runtime, "find_kernel", find)
-    return seen
 
 
 def same(one: Any, two: Any) -> bool:
