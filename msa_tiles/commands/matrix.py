@@ -24,9 +24,10 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "matrix",
         help="show what exists in every precision, how accurate it is, and what precisions cost",
         description="Walks operator x DSL x target x precision x layout: evidence, worst error, tolerance, and the "
-        "error of torch in the same precision; then how many blocks each format of index keys still chooses. "
-        "With a GPU a small case of every kernel for it is run in each layout of keys, and compared with the reference "
-        "and with torch in the same precision; without one errors are those on record.",
+        "error of torch in the same precision; then how many blocks each format of index keys still chooses, and how "
+        "far off attention over each format of keys and values is. With a GPU a small case of every kernel for it is "
+        "run in each layout of keys, and compared with the reference and with torch in the same precision; without one "
+        "errors are those on record.",
     )
     add_filters(parser)
     parser.add_argument("--recorded", action="store_true", help="run nothing on a GPU")
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 1 where a kernel that was run is wrong."""
     import torch
 
+    from msa_tiles.bench.precisions import ATTENTION, INDEXER
     from msa_tiles.demo import picture as pictures
     from msa_tiles.matrix import picture, report, selection, values, walk
     from msa_tiles.runtime.registry import default_registry
@@ -54,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         ran, failures, card = _run(cells, registry, args)
     entries = walk.walk(registry, here=True, cells=cells)
     rows = [report.describe(entry, ran, card) for entry in entries]
-    costs = selection.costs()
-    of_values = values.costs()
+    named = {cell.precision for cell in cells} if args.precision else {*INDEXER, *ATTENTION}
+    costs = selection.costs(tuple(name for name in INDEXER if name in named))
+    of_values = values.costs(tuple(name for name in ATTENTION if name in named))
     document = {
         "cells": rows,
         "selection": [cost.as_json() for cost in costs],
@@ -69,15 +72,19 @@ def run(args: argparse.Namespace) -> int:
         console.say(report.LEGEND)
         for sentence in report.refusals(rows):
             console.say(sentence)
-        console.say(
-            f"\nselection from the last {selection.QUERIES} of {selection.LENGTH:,} tokens, against float32 scores; "
-            "attention kept: the share of dense attention inside the chosen blocks"
-        )
-        console.table(report.cost_lines(costs))
-        console.say(
-            "\nattention of these over keys and values as they are stored, against float32 ones: root mean squares"
-        )
-        console.table(report.value_lines(of_values))
+        last = f"the last {selection.QUERIES} of {selection.LENGTH:,} tokens"
+        if costs:
+            console.say(
+                f"\nselection from {last}, against float32 scores; "
+                "attention kept: the share of dense attention inside the chosen blocks"
+            )
+            console.table(report.cost_lines(costs))
+        if of_values:
+            console.say(
+                f"\nattention of {last} over keys and values as they are stored, against float32 ones: "
+                "root mean squares"
+            )
+            console.table(report.value_lines(of_values))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         file = args.out / "matrix.json"

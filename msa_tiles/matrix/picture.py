@@ -46,7 +46,7 @@ def draw(path: Path, entries: Sequence[Entry], costs: Sequence[Cost]) -> None:
     left.set_title("evidence", loc="left")
     patches = [Patch(color=COLOURS[status], label=status) for status in STATUSES if status in strongest.values()]
     left.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1.04), ncols=len(patches), frameon=False)
-    _bars(right, costs)
+    _bars(right, costs) if costs else right.set_axis_off()
     figure.savefig(path, dpi=110)
 
 

@@ -253,7 +253,7 @@ def test_overlap_counts_ids_and_not_places() -> None:
 
 @pytest.fixture
 def quick(monkeypatch, costs):
-    monkeypatch.setattr(selection, "costs", lambda *_: costs)
+    monkeypatch.setattr(selection, "costs", lambda names: [cost for cost in costs if cost.precision in names])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -270,6 +270,16 @@ def test_the_command_shows_cells_and_costs(quick, capsys, tmp_path) -> None:
     assert (tmp_path / "matrix.png").read_bytes().startswith(b"\x89PNG")
     assert main(["matrix", "--op", "combine", "--json"]) == 0
     assert {row["status"] for row in json.loads(capsys.readouterr().out)["cells"]} <= set(walk.STATUSES)
+
+
+def test_costs_are_those_of_the_precisions_asked_for(quick, capsys, tmp_path) -> None:
+    assert main(["matrix", "--precision", "q16k4", "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "matrix.json").read_text())
+    assert {cost["precision"] for cost in document["selection"]} == {"q16k4"} and document["values"] == []
+    assert "selection from" in (shown := capsys.readouterr().out) and "attention off by" not in shown
+    assert main(["matrix", "--op", "combine", "--precision", "bf16", "--target", "sm100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {cost["precision"] for cost in document["selection"] + document["values"]} == {"bf16"}
 
 
 def test_without_matplotlib_it_names_the_extra(quick, monkeypatch, capsys, tmp_path) -> None:
