@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 from rehearsal import Rehearsal
-from seeds import QUICK, Seeds, numbers_of, seed_all
+from seeds import MANY_SEEDS, QUICK, SHARE, Seeds, numbers_of, seed_all
 
 CAPABILITY_MAJOR = 9
 _LEFT_OUT = pytest.StashKey[int]()
@@ -50,8 +50,10 @@ def _why_no_gpu() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     """The seed of whatever a run draws by itself; workers are started later and take it over."""
     os.environ.setdefault("MSA_TILES_SEED", str(random.randrange(1 << 31)))
-    if "not slow" in config.option.markexpr:
-        os.environ[QUICK] = "1"
+    if config.getoption("--seeds") is not None:
+        os.environ[SHARE] = str(MANY_SEEDS)
+    elif "not slow" in config.option.markexpr:
+        os.environ[SHARE] = str(QUICK)
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = os.environ["MSA_TILES_SEED"]
 

@@ -6,6 +6,7 @@ hypothesis. Nothing in a test need know of it. A test whose first run draws noth
 marked as `planted`: that some draw shows a fault does not mean that every draw does.
 
 What a fixture of a module or a session draws, and what a module draws as it is imported, is that of run number 0.
+A test of many draws makes a twentieth of them under each seed (`examples`): 200 seeds are ten times a run's draws.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from _pytest.runner import runtestprotocol
 from hypothesis import core
 
 _SEEDS = 1 << 31
-QUICK = "MSA_TILES_QUICK"  # in the environment of a run that leaves slow tests out, for its workers too
+# In the environment of a run, and of its workers: how many draws of a test make up for one that is made.
+SHARE = "MSA_TILES_DRAWS_SHARE"
+QUICK, MANY_SEEDS = 3, 20  # where slow tests are left out; where a test runs under many seeds
 
 
 def seed_of(*parts: object) -> int:
@@ -32,8 +35,8 @@ def seed_of(*parts: object) -> int:
 
 
 def examples(count: int) -> int:
-    """How many draws a test makes that makes ``count`` where everything runs: a third of them in a quick run."""
-    return count if QUICK not in os.environ else -(-count // 3)
+    """How many draws a test makes that makes ``count`` where everything runs once."""
+    return -(-count // int(os.environ.get(SHARE, "1")))
 
 
 def seed_all(test: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import core
 from hypothesis import strategies as st
-from seeds import numbers_of, seed_all
+from seeds import MANY_SEEDS, QUICK, SHARE, examples, numbers_of, seed_all
 
 # Each test writes what it drew beside its name; `rare` fails for one seed of ten.
 DRAWING = """
@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from seeds import examples
 
 
 def drew(name, value):
@@ -50,6 +51,7 @@ def test_of_a_fixture(shared, tmp_path):
 
 def test_of_torch():
     drew("torch", torch.randn((), generator=torch.Generator("cpu").manual_seed(0)).item())
+    drew("share", examples(40))
 
 
 def test_of_numpy():
@@ -93,14 +95,22 @@ def test_a_seed_draws_the_same_examples() -> None:
     def draw(seen: list[int]) -> None:
         @hypothesis.settings(max_examples=20, phases=[hypothesis.Phase.generate])
         @hypothesis.given(number=st.integers(0, 1 << 30))
-        def examples(number: int) -> None:
+        def drawing(number: int) -> None:
             seen.append(number)
 
-        examples()
+        drawing()
 
     for seen in drawn:
         draw(seen)
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 5
+
+
+def test_draws_become_fewer_where_a_test_runs_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARE, raising=False)
+    assert examples(150) == 150
+    for share, count in ((QUICK, 50), (MANY_SEEDS, 8)):
+        monkeypatch.setenv(SHARE, str(share))
+        assert (examples(150), examples(1)) == (count, 1)
 
 
 def test_the_runs_that_an_option_names() -> None:
@@ -139,6 +149,7 @@ def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
         assert len(set(found[name])) == len(found[name]) == 60, name
     assert len({value.split()[0] for value in found["shared"]}) == 1, "a fixture of the module is drawn once"
     assert len(set(found["hypothesis"])) > 1000
+    assert set(found["share"]) == {str(40 // MANY_SEEDS)}
     told = {
         case.attrib["name"].removeprefix("test_"): each.attrib["value"]
         for case in ElementTree.parse(tmp_path / "told.xml").iter("testcase")
