@@ -121,6 +121,8 @@ def main() -> int:
         return 0
     if given.out is None:
         parser.error("--out DIR is needed")
+    # What a shell runs in the background ignores interrupts, and so would the steps.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given.out.mkdir(parents=True, exist_ok=True)
     told = given.out / "steps.json"
     found: dict[str, dict[str, object]] = json.loads(told.read_text()) if told.exists() else {}
