@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,9 +32,30 @@ def load(specs_dir: Path, *above: Path, mistakes: Mistakes | None = None) -> Spe
     Raises SpecError, whose text has a line `file:line: sentence` for every mistake. What depends on a mistaken part is
     looked at when that is right. With `mistakes`, which hear of them instead, what has none is returned.
     """
-    if mistakes is None:
-        with Mistakes() as told:
-            return load(specs_dir, *above, mistakes=told)
+    if mistakes is not None:
+        return _load(specs_dir, above, mistakes)
+    return _remembered(specs_dir, above, tuple(_contents((specs_dir, *above))), Path.cwd())
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(specs_dir: Path, above: tuple[Path, ...], contents: tuple[tuple[Path, bytes], ...], cwd: Path) -> Specs:
+    """Of these contents; the working directory is in what is said of a place in a file."""
+    with Mistakes() as told:
+        return _load(specs_dir, above, told)
+
+
+def _contents(directories: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
+    """All that there is in directories of specs, as far as it can be read."""
+    for path in (
+        path for folder in directories for part in ("", TARGETS, OPERATORS) for path in (folder / part).glob("*")
+    ):
+        try:
+            yield path, path.read_bytes()
+        except OSError:  # directories, too
+            yield path, b""
+
+
+def _load(specs_dir: Path, above: Sequence[Path], mistakes: Mistakes) -> Specs:
     target_files = [_yaml_files(specs_dir / TARGETS), *(_own_files(folder, TARGETS) for folder in above)]
     operator_files = [_yaml_files(specs_dir / OPERATORS), *(_own_files(folder, OPERATORS) for folder in above)]
     precision_files = [specs_dir / PRECISIONS, *(file for folder in above if (file := folder / PRECISIONS).is_file())]
