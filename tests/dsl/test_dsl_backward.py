@@ -321,7 +321,7 @@ def check(
     ("block_size", "head_dim", "stages"),
     [
         *(pytest.param(64, 64, stages, marks=pytest.mark.slow) for stages in (3, 2)),
-        (64, 32, 2),
+        pytest.param(64, 32, 2, marks=pytest.mark.slow),
         pytest.param(32, 64, 3, marks=pytest.mark.slow),
         (32, 32, 2),
     ],
