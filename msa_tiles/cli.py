@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 for a failed check, 2 for bad input or a missing tool, 130 after Ctrl-C, 141 when nobody reads what is written.
     """
+    console.replace_closed()
     parser = Parser(
         prog="msa-tiles",
         description="MiniMax Sparse Attention kernels from YAML specs.",

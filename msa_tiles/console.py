@@ -35,6 +35,14 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+def replace_closed() -> None:
+    """Let streams that this process was started without lead nowhere, so that no file it opens takes their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the least number that is free
+            setattr(sys, name, open(null, "w" if number else "r"))  # noqa: SIM115  for as long as the process runs
+
+
 def close() -> None:
     """Write no more: whoever read has gone, and Python would complain of it once more at the end."""
     null = os.open(os.devnull, os.O_WRONLY)

@@ -154,6 +154,8 @@ def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quan
     decoded = quantised and isinstance(k, Tensor) and formats.is_quantised(k)
     if decoded:
         further = (FP8, formats.BYTES)
+    elif quantised and isinstance(k, Tensor) and k.dtype not in (q.dtype, *validate.FLOATS):
+        validate.refuse_type("k", f"dtype {k.dtype}", f"{q.dtype} like q, {FP8}, or 4 bits from msa_tiles.quant")
     for name, value in (("k", k), ("v", v)):
         if decoded:
             validate.floating(name, value, keys_dims, k, "k", further)

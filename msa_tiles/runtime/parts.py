@@ -198,6 +198,8 @@ def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int
     from msa_tiles.runtime.facts import device_facts
 
     registry = default_registry()
+    if target is None and not torch.cuda.is_available():
+        raise ValueError(f"target is None, and there is no CUDA device; name one of {', '.join(registry.targets)}")
     if target is None:
         target = device_facts(torch.device("cuda"), registry.targets.values()).target
     if target is None:

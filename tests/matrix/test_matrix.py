@@ -240,7 +240,7 @@ def test_the_error_of_a_format_is_that_of_softmax_over_what_it_holds() -> None:
 
 def test_the_readme_says_what_formats_of_keys_and_values_cost(values_costs) -> None:
     text = " ".join((Path(__file__).resolve().parents[2] / "README.md").read_text().split())
-    for kind in ("gaussian", "text"):
+    for kind in selection.KINDS:
         shown = [f"{100 * cost.error:.1f}%" for cost in values_costs if cost.kind == kind and cost.precision != "bf16"]
         assert f"{shown[0]} (e4m3), {shown[1]} (NVFP4) and {shown[2]} (MXFP4)" in text, shown
 

@@ -160,6 +160,13 @@ def test_an_operator_without_kernels_of_its_own_names_those_it_launches(capsys: 
     assert not registry.of("msa_decode")
 
 
+@pytest.mark.parametrize(("given", "meant"), [("FP8", "fp8"), ("NVFP4", "nvfp4"), ("Q16KV8", "q16kv8")])
+def test_capital_letters_are_told(given: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["support"], ["matrix"], ["bench"], ["explain", "sparse_attention"]):
+        line = complaint(capsys, *command, "--precision", given)
+        assert f"precision {given} is unknown; did you mean {meant}?" in line, command
+
+
 def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["suport"]) == 2
     assert "msa-tiles: command suport is unknown; did you mean support?" in capsys.readouterr().err
@@ -170,10 +177,15 @@ def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("PYTHONIOENCODING=ascii {} support --help", 0, r"--op OP,\u2026"),
         ("{} support > /dev/full", 2, "msa-tiles support: writing failed: No space left on device"),
+        ("{} support --op combine >&-", 0, ""),
+        ("{} support --op combine 2>&-", 0, "combine"),
+        ("{} support --op combin >&- <&-", 2, "did you mean combine?"),
     ],
-    ids=["ascii", "full"],
+    ids=["ascii", "full", "no stdout", "no stderr", "stderr alone"],
 )
-def test_a_terminal_of_few_letters_and_a_disk_without_room(shell: str, status: int, told: str) -> None:
+def test_a_terminal_of_few_letters_a_disk_without_room_and_streams_that_are_closed(
+    shell: str, status: int, told: str
+) -> None:
     command = shell.format(f"{sys.executable} -m msa_tiles")
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

@@ -320,6 +320,11 @@ class TestWhatACallNeeds:
         with pytest.raises(ValueError, match=r"^call "):
             parts.warm(call, target="sm90")
 
+    def test_a_target_is_named_where_no_gpu_has_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ValueError, match=r"target is None.* no CUDA device; name one of sm100, sm103, sm90"):
+            parts.warm("msa_decode")
+
     def test_why_no_kernel_serves_a_call_without_a_dsl(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
