@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import re
@@ -47,10 +48,14 @@ def changes_of(file: str) -> list[Mutation]:
 
 def check_that_each_is_noticed(file: str, changes: Iterable[Mutation], specs: Specs, unchanged: Any) -> None:
     without_effect, badly_refused = [], []
+    unchanged_part = produced(a_part_of(specs))
     for mutation in changes:
         with mutation.applied():
             try:
-                result = produced(load_with(file, vars_of(specs)))
+                changed = load_with(file, vars_of(specs))
+                if produced(a_part_of(changed)) != unchanged_part:
+                    continue
+                result = produced(changed)
             except SpecError as error:
                 if not all(re.match(r"\S+:\d+: \S", line) for line in str(error).splitlines()):
                     badly_refused.append(f"{mutation}: {error}")
@@ -59,6 +64,13 @@ def check_that_each_is_noticed(file: str, changes: Iterable[Mutation], specs: Sp
             without_effect.append(str(mutation))
     assert not badly_refused
     assert not without_effect
+
+
+def a_part_of(specs: Specs) -> Specs:
+    """One kernel of a few operators, in which most changes show that show at all."""
+    few = itertools.islice(specs.operators.items(), 3)
+    operators = {name: dataclasses.replace(operator, kernels=operator.kernels[:1]) for name, operator in few}
+    return dataclasses.replace(specs, operators=operators)
 
 
 def is_another_name(file: str, mutation: Mutation, specs: Specs) -> bool:
