@@ -12,7 +12,7 @@ from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.index import INDEX, REQUESTED, SPECS, joined
 from msa_tiles.codegen.writer import Generated, checked, produce
-from msa_tiles.spec import KernelRow, Specs, load
+from msa_tiles.spec import KernelRow, Specs, Target, load
 from msa_tiles.spec.model import frozen
 
 
@@ -55,6 +55,23 @@ def produce_for(specs: Specs, target: str) -> Generated:
     """Render all cells of a target, as the trees in use have them, to see which there can be."""
     folders = (*(tree.skeletons for tree in trees.stack()), SKELETONS)
     return produce(_only(specs, lambda row: row.target == target), folders, requested=(target,))
+
+
+def changed_targets(specs: Specs, generated: Generated, stack: Sequence[trees.Tree]) -> dict[str, bool]:
+    """The targets that lie beneath a tree and of which it says otherwise, and whether that changes their limits."""
+    beneath = specs_in_use(stack[1:]).targets
+
+    def limits(target: Target) -> tuple[int, ...]:
+        return (
+            target.shared_memory_per_block,
+            target.registers_per_thread,
+            target.registers_per_sm,
+            target.threads_per_block,
+            target.tensor_memory_columns,
+        )
+
+    both = (name for name in generated.index["targets"] if name in beneath)
+    return {name: limits(specs.targets[name]) != limits(beneath[name]) for name in both}
 
 
 def _only(specs: Specs, counts: Callable[[KernelRow], bool]) -> Specs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     count = sum(selection.holds(plan.cell) for part in made for plan in part.generated.plans)
     bare = [] if tree is None else _bare(specs, made[-1].generated, asked) if made else []
     bare = [name for name in bare if not args.target or name in args.target]
-    if not count and not bare and any(filters.values()):
+    changed = {} if tree is None or not made else own.changed_targets(specs, made[-1].generated, trees.stack())
+    if not count and not bare and not changed and any(filters.values()):
         where = "no row of a spec" if tree is None else f"nothing that {_named(trees.stack(), args.check)} declares"
         raise ValueError(f"{where} matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
     if not made:
@@ -89,10 +90,14 @@ def run(args: argparse.Namespace) -> int:
     )
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
-    if tree is not None and not generated.plans and not bare:
+    if tree is not None and changed:
+        own_kernels = "" if generated.plans else ", and has no kernels of its own"
+        refuse = "; kernels beneath refuse calls that do not fit" if any(changed.values()) else ""
+        console.say(f"{tree.directory} {_changes(changed)}{own_kernels}{refuse}")
+    elif tree is not None and not generated.plans and not bare:
         console.say(f"{tree.directory} declares {_NOTHING}")
     if args.specs is None:
-        own_targets = [] if tree is None else generated.index["targets"]
+        own_targets = [] if tree is None else [name for name in generated.index["targets"] if name not in changed]
         show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
     return 1 if bare and not count else 0
 
@@ -108,8 +113,8 @@ class _Part(NamedTuple):
 def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_Part]:
     """What the tree on top declares and, if wanted, each of those beneath it: the lowest one first.
 
-    Those that declare neither a kernel nor a target that can run none, and have no index, are left out; ``asked`` are
-    targets on request for the top one.
+    Those that declare neither a kernel nor a target that can run none, change no target and have no index are left out;
+    ``asked`` are targets on request for the top one.
     """
     from msa_tiles.codegen import own
 
@@ -119,10 +124,18 @@ def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_
         console.note(f"rendering the kernels of {tree.directory}")
         of_part, requested = (own.specs_in_use(part), ()) if depth else (specs, asked)
         generated = own.produce_own(of_part, requested, part)
-        if generated.plans or own.is_generated(tree) or _bare(of_part, generated, requested):
+        said = generated.plans or own.changed_targets(of_part, generated, part)
+        if said or own.is_generated(tree) or _bare(of_part, generated, requested):
             named = "".join(f" --tree {each.directory}" for each in reversed(part))
             parts.append(_Part(tree.generated, generated, named))
     return parts
+
+
+def _changes(changed: Mapping[str, bool]) -> str:
+    """What a tree says otherwise of targets that lie beneath it, as part of a sentence."""
+    limits, others = ([name for name in changed if changed[name] is kind] for kind in (True, False))
+    parts = [("the limits", limits), ("the description", others)]
+    return "changes " + " and ".join(f"{what} of {', '.join(names)}" for what, names in parts if names)
 
 
 def _bare(specs: Specs, generated: Generated, asked: Sequence[str]) -> list[str]:

@@ -126,7 +126,7 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
     target = registry.targets.get(device.target or "")
     if not _runs_on(cell, device, target):
         refusals.append(f"it is for {cell.target}, the call is on {device}")
-    elif target is not None and target.name != cell.target and variant.keys() == cell.variants.keys():
+    elif target is not None and variant.keys() == cell.variants.keys() and _made_for_another(cell, target, registry):
         refusals += filter(None, [excess(cell, variant, target)])
     if not alike:
         refusals.append(f"it takes {cell.precision}, the call is {call.precision}")
@@ -142,6 +142,11 @@ def _ask(cell: Cell, call: CallFacts, device: DeviceFacts, registry: Registry, b
 def _runs_on(cell: Cell, device: DeviceFacts, target: Target | None) -> bool:
     """Whether a cell is for the device's target, or for another of the same architecture: a tree may have one."""
     return device.target == cell.target or (target is not None and target.arch == cell.arch)
+
+
+def _made_for_another(cell: Cell, target: Target, registry: Registry) -> bool:
+    """Whether a target's limits are not those that the cell was generated for: another's, or changed by a tree."""
+    return target.name != cell.target or target.name in registry.changed
 
 
 def _not_compilable(cell: Cell, variant: Mapping[str, int]) -> str | None:

@@ -125,6 +125,7 @@ class Registry:
     precisions: Mapping[str, Precision]
     formats: Mapping[str, Mapping[str, Any]]  # name -> group, storage, bits, …
     below: tuple[Path, ...] = ()  # the directories beneath, the highest one first
+    changed: frozenset[str] = frozenset()  # targets of which a tree says otherwise than what kernels were made for
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -151,7 +152,10 @@ class Registry:
         hidden = {} if beneath is None else {cell.id: cell for cell in beneath.cells}
         try:
             targets = {name: _target(entry) for name, entry in document["targets"].items()}
-            targets |= {} if beneath is None else {n: t for n, t in beneath.targets.items() if n not in targets}
+            lower = {} if beneath is None else beneath.targets
+            changed = frozenset(name for name, each in targets.items() if lower.get(name, each) != each)
+            changed |= frozenset() if beneath is None else beneath.changed
+            targets |= {name: each for name, each in lower.items() if name not in targets}
             formats = {**({} if beneath is None else beneath.formats), **document["formats"]}
             precisions = {name: _precision(name, entry, formats) for name, entry in document["precisions"].items()}
             precisions = {**({} if beneath is None else beneath.precisions), **precisions}
@@ -172,7 +176,7 @@ class Registry:
         # A cell takes the place of the one that it replaces.
         own = {cell.id: cell for cell in cells}
         kept = [own.pop(name, cell) for name, cell in hidden.items()]
-        return cls(directory, (*kept, *own.values()), targets, precisions, formats, below)
+        return cls(directory, (*kept, *own.values()), targets, precisions, formats, below, changed)
 
     def of(self, op: str) -> tuple[Cell, ...]:
         """The cells of one operator."""
@@ -232,7 +236,7 @@ def default_registry() -> Registry:
         else:  # nothing was generated as yet; what is measured goes there all the same
             if tree.specs.is_dir() or tree.skeletons.is_dir():
                 _log.warning(
-                    "%s declares kernels, and none are generated: run `msa-tiles generate --tree %s`",
+                    "%s declares kernels or targets, and none are generated: run `msa-tiles generate --tree %s`",
                     tree.directory, tree.directory,
                 )  # fmt: skip
             found = dataclasses.replace(found, directory=tree.generated, below=found.directories)

@@ -806,3 +806,59 @@ def test_a_kernel_of_a_tree_compiles_and_its_audit_is_recorded_there(
         registry = default_registry()
         [made] = registry.select("sparse_decode", "cutedsl", "sm90", "bf16")
         assert evidence.is_recorded(made, registry.targets["sm90"], evidence.compiled_of(registry))
+
+
+LIMITS = "target: sm90\ninherits: sm90\nshared_memory: {per_block: 166912, per_sm: 167936}\n"
+
+
+def test_a_tree_that_changes_the_limits_of_a_shipped_target(
+    tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (tmp_path / "own").resolve()
+    write(own / "specs/targets/sm90.yaml", LIMITS)
+    generate = ["generate", "--tree", str(own)]
+    assert cli.main([*generate, "--check"]) == 1
+    assert cli.main([*generate, "--target", "sm90"]) == 0
+    sentence = f"{own} changes the limits of sm90, and has no kernels of its own"
+    assert sentence in capsys.readouterr().out
+    assert cli.main(generate) == 0
+    out = capsys.readouterr().out
+    assert sentence in out and "0 kernels, 0 files written" in out and "has no kernels of\n" not in out
+    assert cli.main([*generate, "--check"]) == 0
+    monkeypatch.undo()
+
+    at = "head_dim=128, block_size=128, group=16, pages_per_block=0"
+    refusal = f"230056 bytes of shared memory at {at} exceed the 166912 that a block can have on sm90"
+    explain = ["explain", "sparse_attention", "--device", "sm90", "--backend", "cutedsl"]
+    assert cli.main(explain) == 0
+    for asked in ([], ["--queries", "256"]):
+        capsys.readouterr()
+        assert cli.main([*explain, *asked, "--tree", str(own)]) == 1
+        out = capsys.readouterr().out
+        assert f"sparse_attention.cutedsl.sm90.bf16: refuses: {refusal}" in out and "Runs" not in out
+        assert cli.main([*explain, *asked, "--variant", "head_dim=64", "--tree", str(own)]) == 0
+
+    (tmp_path / "higher").mkdir()
+    with msa_tiles.use_tree(own), msa_tiles.use_tree(tmp_path / "higher"):
+        registry = default_registry()
+        [cell] = registry.select("sparse_attention", "cutedsl", "sm90", "bf16")
+        facts, device = (
+            CallFacts(cell.op, torch.device("cuda"), "bf16", cell.ci[0]),
+            target_facts(registry.targets["sm90"]),
+        )
+        assert decide(facts, device, registry, "cutedsl").chosen is None
+        # What it takes is read once.
+        monkeypatch.setattr("msa_tiles.tables._read", lambda *_: pytest.fail("read again"))
+        assert decide(facts, device, registry, "cutedsl").chosen is None
+        monkeypatch.undo()
+    registry = default_registry()
+    assert decide(facts, target_facts(registry.targets["sm90"]), registry, "cutedsl").chosen is not None
+
+
+def test_a_tree_that_describes_a_shipped_target_alone(
+    tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "specs/targets/sm90.yaml", "target: sm90\ninherits: sm90\nsummary: in other words\n")
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    assert f"{tmp_path.resolve()} changes the description of sm90, and has no kernels" in capsys.readouterr().out
+    assert cli.main(["explain", "combine", "--device", "sm90", "--tree", str(tmp_path)]) == 0
