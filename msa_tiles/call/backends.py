@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +16,41 @@ from msa_tiles.scoped import held
 BACKENDS = ("auto", "tilelang", "cutedsl", "reference")
 
 
-_rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", default=False)
+@dataclass
+class Rehearsal:
+    """Of a call that is rehearsed: for how many launches the next one stands."""
+
+    times: int = 1
 
 
-def rehearsing() -> AbstractContextManager[None]:
+_rehearsed: contextvars.ContextVar[Rehearsal | None] = contextvars.ContextVar("rehearsed", default=None)
+
+
+def rehearsing(rehearsal: Rehearsal) -> AbstractContextManager[None]:
     """Tensors of any device are taken for CUDA tensors: for whoever asks what a call would do, and runs nothing."""
-    return held(_rehearsed, True)
+    return held(_rehearsed, rehearsal)
 
 
 def rehearsed() -> bool:
     """Whether somebody asks what a call would do."""
-    return not torch.compiler.is_compiling() and _rehearsed.get()  # Dynamo traces no context variable
+    return not torch.compiler.is_compiling() and _rehearsed.get() is not None  # Dynamo traces no context variable
+
+
+def turns(steps: range) -> Iterable[int]:
+    """The steps of a loop over launches, whose first and last may differ from the others, and these in nothing that a
+    rehearsal tells: it takes one for all.
+    """
+    return steps if len(steps) <= 3 or not rehearsed() else _shortened(steps)
+
+
+def _shortened(steps: range) -> Iterator[int]:
+    rehearsal, alike = _rehearsed.get(), len(steps) - 2
+    assert rehearsal is not None
+    yield steps[0]
+    rehearsal.times *= alike
+    yield steps[1]
+    rehearsal.times //= alike
+    yield steps[-1]
 
 
 def has_kernels(device: torch.device) -> bool:

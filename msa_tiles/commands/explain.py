@@ -56,12 +56,11 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--queries",
         type=int,
-        default=0,
         metavar="N",
         help="query tokens of each request: then launches, grids, memory and the time to expect are shown",
     )
     parser.add_argument("--keys", type=int, metavar="N", help="keys of each request (default: as many as queries)")
-    parser.add_argument("--requests", type=int, default=1, metavar="N", help="requests of the call (default 1)")
+    parser.add_argument("--requests", type=int, metavar="N", help="requests of the call (default 1)")
     parser.add_argument("--backend", default="auto", help="auto, tilelang or cutedsl (default auto)")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="with --queries: a call with batch_invariant=True"
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     known = known_names(registry)
     check("--precision", args.precision.split("+"), known["precision"])
     # Without sizes kernels say themselves why they refuse a precision.
-    asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=not args.queries)
+    asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=args.queries is None)
     check("--feature", args.feature, known["feature"])
     check("--backend", [args.backend], ("auto", *DSLS))
     _check_sizes(args)
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
-    if args.queries:
+    if args.queries is not None:
         return _rehearse(args, asked, name, registry)
     if torch_device.type != "cuda" and args.op in operators.__all__:
         return _on_reference(args, asked, torch_device, device, registry)
@@ -174,11 +173,18 @@ def _check_sizes(args: argparse.Namespace) -> None:
     ):
         if value is not None and not 0 <= value <= most:
             raise ValueError(f"{option} is {value:,}, wanted 0 to {most:,}")
-    at_least("--requests", args.requests, 1)
-    if not args.queries and args.batch_invariant:
+    requests = 1 if args.requests is None else args.requests
+    at_least("--requests", requests, 1)
+    if args.queries is None and args.batch_invariant:
         raise ValueError("--batch-invariant needs --queries: the query tokens of each request")
-    if not args.queries and (args.keys is not None or args.requests != 1):
+    if args.queries is None and (args.keys, args.requests) != (None, None):
         raise ValueError("--keys and --requests need --queries: the query tokens of each request")
+    for option, value in (("--queries", args.queries), ("--keys", args.keys)):
+        if (total := (value or 0) * requests) > MOST_TOKENS:
+            raise ValueError(
+                f"{option} {value} of each of --requests {requests} are {total:,} tokens, "
+                f"wanted at most {MOST_TOKENS:,}"
+            )
 
 
 def _check_dims(args: argparse.Namespace, dims: Mapping[str, int]) -> None:
@@ -208,6 +214,7 @@ def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, reg
     if "paged" in args.feature and not dims.get("pages_per_block"):
         dims["pages_per_block"] = 1
     keys = args.queries if args.keys is None else args.keys
+    requests = 1 if args.requests is None else args.requests
     pair = pair_of("--precision", args.precision, registry)
     _check_dims(args, dims)
     options = {} if args.op == "build_schedule" else {"backend": args.backend}
@@ -216,7 +223,7 @@ def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, reg
             raise ValueError(f"--batch-invariant: {args.op} has no such argument")
         options["batch_invariant"] = True
     try:
-        call = call_of(args.op, dims, pair, args.queries, keys, args.requests, registry)
+        call = call_of(args.op, dims, pair, args.queries, keys, requests, registry)
         told = explain(getattr(operators, args.op), **call, **options, device=name)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{args.op} takes no call of {variant_text(dims)}: {error}") from error

@@ -78,7 +78,7 @@ def explain(
             f"No device is named and the tensors are on {place_of}: as if on {facts}.{cpu * (place_of == 'cpu')}"
         )
     moved, named_moved = fakes.of(arguments), fakes.of(named)
-    on_kernels = backends.rehearsing() if place.type == "cuda" else contextlib.nullcontext()
+    on_kernels = backends.rehearsing(met.rehearsal) if place.type == "cuda" else contextlib.nullcontext()
     with standing_for(facts), meeting(met), registration.rehearsing(), on_kernels, fakes:
         try:
             results = operator(*moved, **named_moved)
@@ -194,6 +194,7 @@ class _Entry:
 
     decision: Decision
     optional: bool
+    rehearsal: backends.Rehearsal
     launches: int = 0
     grid: tuple[int, ...] | None = None
     sizes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -212,7 +213,7 @@ class _Entry:
             named = dict(zip(grids.names_of(chosen.cell), arguments, strict=False))
             self.sizes = {name: tuple(value.shape) for name, value in named.items() if isinstance(value, Tensor)}
             self.numbers = {name: value for name, value in named.items() if type(value) is int}
-        self.launches += 1
+        self.launches += self.rehearsal.times
 
 
 class _Met:
@@ -220,6 +221,7 @@ class _Met:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self.rehearsal = backends.Rehearsal()
         self.found: dict[tuple[Any, ...], _Entry] = {}
 
     @property
@@ -229,7 +231,7 @@ class _Met:
     def __call__(self, decision: Decision, needed: bool) -> _Entry | None:
         call = decision.call
         key = (call.op, call.precision, tuple(call.variant.items()), call.features, call.refusals)
-        entry = self.found.setdefault(key, _Entry(decision, not needed))
+        entry = self.found.setdefault(key, _Entry(decision, not needed, self.rehearsal))
         entry.optional &= not needed
         return entry if needed or decision.chosen is not None else None
 

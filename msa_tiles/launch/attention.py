@@ -15,7 +15,7 @@ Quantised keys and values may become bfloat16 first (`msa_tiles.launch.copied`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ class Launch:
         claims = torch.zeros(made.edges.shape[0], dtype=torch.int32, device=q.device)
         # combine reads [splits, queries, heads, dim]: the slots are the splits.
         split_out, split_lse = partial_out.transpose(0, 1), partial_lse.transpose(0, 1)
-        for index in range(made.edges.shape[0]):
+        for index in backends.turns(range(made.edges.shape[0])):
             first, count = index * self.window, min(self.window, total_q - index * self.window)
             # A slot without an edge stays empty.
             partial_lse.fill_(-torch.inf)
@@ -139,30 +139,32 @@ class Hybrid(Launch):
         some = out[:, : self.heads * group]
         results = workspaces.partials(workspace, some, self.window, given.block_indices.shape[2])
         if rounds == 1:
-            turns = [Turn(q, (*parts, claims), index) for index in range(number)]
-            self._attend(q, keys, at, turns, split, results, out, lse)
+            whole = (*parts, claims)
+            self._attend(q, keys, at, lambda index: Turn(q, whole, index), number, split, results, out, lse)
             return
         # The rounds of a window stand beside each other, like windows of fewer heads.
         views = (*(part.view(number * rounds, self.heads, *part.shape[2:]) for part in parts), claims)
         for turn in range(rounds):
             kv = slice(turn * self.heads, (turn + 1) * self.heads)
             heads = slice(kv.start * group, kv.stop * group)
-            turns = []
-            for index in range(number):
+
+            def of_heads_alone(index: int, turn: int = turn, heads: slice = heads) -> Turn:
                 place = index * rounds + turn
                 schedule = tuple(view[place : place + 1] for view in views)
-                turns.append(Turn(q[index * self.window :, heads], schedule, 0))
+                return Turn(q[index * self.window :, heads], schedule, 0)
+
             rest, rest_counts, shared, shared_counts = (part[kv] for part in split[:4])
             blocks = Split(rest, rest_counts, shared, shared_counts, split.last_rows)
-            of_heads = operands.of_heads(keys, kv)
-            self._attend(q[:, heads], of_heads, at, turns, blocks, results, out[:, heads], lse[:, heads])
+            results_of = (results, out[:, heads], lse[:, heads])
+            self._attend(q[:, heads], operands.of_heads(keys, kv), at, of_heads_alone, number, blocks, *results_of)
 
     def _attend(
         self,
         q: Tensor,
         keys: tuple[Tensor, ...],
         at: Place,
-        turns: list[Turn],
+        turn: Callable[[int], Turn],
+        number: int,
         split: Split,
         results: tuple[Tensor, Tensor],
         out: Tensor,
@@ -170,8 +172,9 @@ class Hybrid(Launch):
     ) -> None:
         """Some heads, window after window; each window's partial results overwrite the last one's."""
         blocks = split.shared, split.shared_counts, split.rest_counts, split.last_rows
-        for index, (queries, schedule, number) in enumerate(turns):
-            self.attender(queries, *keys, at.page_table, *schedule, *results, self.scale_log2, number, self.num_sms)
+        for index in backends.turns(range(number)):
+            queries, schedule, place = turn(index)
+            self.attender(queries, *keys, at.page_table, *schedule, *results, self.scale_log2, place, self.num_sms)
             merged = (*blocks, *results, out, lse)
             self.merger(q, *keys, at.page_table, *merged, self.scale_log2, index, windows.CTAS_PER_SM * self.num_sms)
 

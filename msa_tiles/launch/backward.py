@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
+from msa_tiles.call import backends, validate
 from msa_tiles.call.attention import Gradients
 from msa_tiles.launch import lookup, places, schedules, windows
 from msa_tiles.launch.attention import LOG2_E
@@ -94,7 +94,7 @@ def launch(facts: CallFacts, call: Gradients, at: Place, longest_k: int, dq: Ten
     sums[:, :, :total_k].zero_()
     num_ctas = _num_ctas(q.device)
     scales = softmax_scale, softmax_scale * LOG2_E
-    for index in range(edges.shape[0]):
+    for index in backends.turns(range(edges.shape[0])):
         first, last = index * window, min((index + 1) * window, total_q)
         work = (edges, tasks, counts, claims)
         main(q, dout, k, v, rows, *work, partial_dq, marks, sums, *scales, index, num_ctas)

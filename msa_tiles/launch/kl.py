@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.call import validate
+from msa_tiles.call import backends, validate
 from msa_tiles.call.kl import Divergence
 from msa_tiles.call.schedule import WindowSchedule
 from msa_tiles.launch import lookup, places, schedules, windows
@@ -115,7 +115,7 @@ def launch(
             yield schedule
             return
         ids = block_indices
-        for first in range(0, -(-longest_k // block_size) if prefix else 1, PREFIX_SLOTS):
+        for first in backends.turns(range(0, -(-longest_k // block_size) if prefix else 1, PREFIX_SLOTS)):
             if prefix:
                 slots = torch.arange(first, first + PREFIX_SLOTS, dtype=torch.int32, device=q.device)
                 ids = slots.expand(1, total_q, PREFIX_SLOTS)
@@ -155,7 +155,7 @@ def launch(
     for turn, part in enumerate(parts_of_selection() if made is None else made):
         number = part.tasks.shape[0]
         claims = torch.zeros(number, dtype=torch.int32, device=q.device)
-        for index in range(number):
+        for index in backends.turns(range(number)):
             first, count = index * window, min(window, total_q - index * window)
             if gradients:
                 present.zero_()
@@ -212,7 +212,7 @@ def _merge_lse(
     """Merge the index LSE of a schedule's edges into [T, Hkv], with at most so many bytes of them at a time."""
     number = part.tasks.shape[0]
     together = min(max(1, most // (FLOAT_BYTES * part.window * topk * idx_q.shape[1])), MOST_WINDOWS)
-    for first in range(0, number, together):
+    for first in backends.turns(range(0, number, together)):
         some = range(first, min(first + together, number))
         lse = edge_lse(kernel, idx_q, idx_k, part, topk, scale, some)
         rows = into[first * part.window : first * part.window + len(lse)]

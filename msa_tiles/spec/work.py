@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,13 +40,17 @@ def quantities_of(operator: Operator, workload: Workload, precision: Precision, 
     dims = dims_of(operator, workload, point)
     known: dict[str, float] = {**dims}
     causal = workload.parameters.get("causal", True)
-    firsts = [(len_k - len_q + 1 if causal else len_k, len_q) for len_q, len_k in workload.sequences]
-    known["visible_keys"] = sum(_sum_of_visible(first, len_q, causal) for first, len_q in firsts)
+    # Sequences that are alike are counted, not summed up one by one.
+    firsts = collections.Counter((len_k - len_q + 1 if causal else len_k, len_q) for len_q, len_k in workload.sequences)
+    known["visible_keys"] = sum(_sum_of_visible(*each, causal) * times for each, times in firsts.items())
     if (block_size := dims.get("block_size")) is not None:
-        runs = [run for first, len_q in firsts for run in _visible_block_counts(first, len_q, causal, block_size)]
-        known["visible_blocks"] = sum(blocks * queries for blocks, queries in runs)
+
+        def blocks(most: int) -> int:
+            return sum(_sum_of_blocks(*each, causal, block_size, most) * times for each, times in firsts.items())
+
+        known["visible_blocks"] = blocks(dims["total_k"])
         if (topk := dims.get("topk")) is not None:
-            known["selected_blocks"] = sum(min(blocks, topk) * queries for blocks, queries in runs)
+            known["selected_blocks"] = blocks(topk)
     known["element_bits"] = precision.keys.bits_with_scales
     known["query_bits"] = precision.query.bits
     known["output_bits"] = _BITS[precision.output]
@@ -91,18 +96,18 @@ def _sum_of_visible(first: int, queries: int, causal: bool) -> int:
     return count * start + count * (count - 1) // 2
 
 
-def _visible_block_counts(first: int, queries: int, causal: bool, block_size: int) -> list[tuple[int, int]]:
-    """(blocks seen, queries that see so many), in runs of equal counts."""
+def _sum_of_blocks(first: int, queries: int, causal: bool, block_size: int, most: int) -> int:
+    """Blocks that hold visible keys, at most so many of each query."""
     if not causal:
-        return [(-(-first // block_size), queries)]
-    runs = []
-    visible, last = max(first, 1), first + queries - 1
-    while visible <= last:
-        count = -(-visible // block_size)
-        end = min(count * block_size, last)
-        runs.append((count, end - visible + 1))
-        visible = end + 1
-    return runs
+        return min(-(-first // block_size), most) * queries
+
+    def up_to(visible: int) -> int:
+        """Of queries that see 1, 2, … keys."""
+        full = min(visible // block_size, most)
+        return block_size * full * (full + 1) // 2 + (visible - block_size * full) * min(full + 1, most)
+
+    last = max(first + queries - 1, 0)
+    return up_to(last) - up_to(min(max(first - 1, 0), last))
 
 
 def describe(point: Mapping[str, int]) -> str:

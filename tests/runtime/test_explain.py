@@ -8,6 +8,7 @@ import pytest
 
 from msa_tiles import cli, ops
 from msa_tiles.explaining import explain as rehearse
+from msa_tiles.explaining import rehearsal
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
@@ -258,6 +259,16 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (("combine", "--keys", "5"), "--keys and --requests need --queries"),
+        (("combine", "--keys", "0"), "--keys and --requests need --queries"),
+        (("combine", "--requests", "1"), "--keys and --requests need --queries"),
+        (
+            ("combine", "--queries", "65536", "--requests", "65536"),
+            "--queries 65536 of each of --requests 65536 are 4,294,967,296 tokens, wanted at most 2,147,483,648",
+        ),
+        (
+            ("combine", "--queries", "1", "--keys", "2000000000", "--requests", "2"),
+            "--keys 2000000000 of each of --requests 2 are 4,000,000,000 tokens, wanted at most ",
+        ),
         (("combine", "--queries", "-1"), "--queries is -1, wanted 0 to "),
         (("combine", "--queries", "99999999999"), "--queries is 99,999,999,999, wanted 0 to "),
         (("combine", "--queries", "5", "--requests", "99999999"), "--requests is 99,999,999, wanted 0 to 1,048,576"),
@@ -304,6 +315,33 @@ def test_a_card_stands_for_its_target(name: str, card: str, capsys: pytest.Captu
 def test_a_card_that_no_spec_has_is_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "combine", "--device", name]) == 2
     assert f"--device {name} is unknown; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", ["sparse_attention", "sparse_attention_backward", "index_kl", "msa_attention"])
+@pytest.mark.parametrize("sizes", [(1 << 31, 1), (1 << 11, 1 << 20)])
+def test_the_largest_calls_are_rehearsed_in_few_launches(
+    op: str, sizes: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting hundreds of thousands of windows one by one had taken minutes, or hours."""
+    met: list[object] = []
+    launch = rehearsal._Entry.__call__
+
+    def counted(self: object, *arguments: object) -> None:
+        met.append(self)
+        assert len(met) < 100
+        launch(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rehearsal._Entry, "__call__", counted)
+    queries, requests = map(str, sizes)
+    asked = (op, "--device", "sm90", "--queries", queries, "--requests", requests, "--json")
+    assert cli.main(["explain", *asked]) == 0
+    assert sum(kernel["launches"] for kernel in json.loads(capsys.readouterr().out)["kernels"]) > 100_000
+
+
+@pytest.mark.parametrize("op", ["sparse_attention", "msa_decode", "build_schedule"])
+def test_no_queries_are_a_number_of_queries(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, op, "--device", "sm90", "--queries", "0", "--keys", "4096")
+    assert status == 0 and ("0 launches" in text or "there is nothing to compute" in text)
 
 
 def test_a_flag_that_no_call_has(capsys: pytest.CaptureFixture[str]) -> None:

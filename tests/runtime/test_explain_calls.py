@@ -16,7 +16,8 @@ import msa_tiles
 from msa_tiles import ops
 from msa_tiles.bench import cases
 from msa_tiles.bench.operators import BENCHMARKS
-from msa_tiles.explaining import expect, grids
+from msa_tiles.call import backends
+from msa_tiles.explaining import expect, grids, rehearsal
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.launch import attention, dequantize, windows
 from msa_tiles.quant import QuantizedTensor
@@ -209,6 +210,32 @@ def test_launches_and_memory_follow_the_workspace() -> None:
     call = arguments_of("sparse_attention")
     into = {"out": torch.empty_like(call["q"]), "lse": meta(4096, HEADS, dtype=torch.float32)}
     assert msa_tiles.explain(ops.sparse_attention, **call, **into, device="sm90").result_bytes == 0
+
+
+WINDOWED = {
+    "sparse_attention": {},
+    "one launch a window": {"batch_invariant": True},
+    "KV heads in turns": {"workspace": 1 << 27},
+    "sparse_attention_backward": {},
+    "index_kl": {},
+    "of the prefix": {"block_indices": None},
+    "msa_attention": {},
+}
+
+
+@pytest.mark.parametrize("what", WINDOWED)
+def test_windows_that_are_alike_count_as_if_each_were_rehearsed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "index_kl" if what == "of the prefix" else what if what in NEEDED else "sparse_attention"
+    # The last window is a shorter one.
+    call = {**arguments_of(op, queries=40_000, keys=70_000), "workspace": 1 << 28, **WINDOWED[what]}
+    met = []
+    launch = rehearsal._Entry.__call__
+    monkeypatch.setattr(rehearsal._Entry, "__call__", lambda self, *given: met.append(0) or launch(self, *given))
+    told = msa_tiles.explain(getattr(ops, op), **call, device="sm90")
+    few, met[:] = len(met), []
+    monkeypatch.setattr(backends, "turns", lambda steps: steps)
+    assert told == msa_tiles.explain(getattr(ops, op), **call, device="sm90")
+    assert few < len(met) == sum(kernel.launches for kernel in told.kernels)
 
 
 def test_memory_of_values_is_not_touched() -> None:

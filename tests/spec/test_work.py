@@ -22,8 +22,9 @@ def workload_of(op: str, **changes: object) -> Workload:
 
 
 @settings(deadline=None)
-@given(lengths, st.sampled_from([1, 2, 7]), st.booleans())
-def test_visible_sums(sequences: list[tuple[int, int]], topk: int, causal: bool) -> None:
+@given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 7]), st.booleans())
+def test_visible_sums(distinct: list[tuple[int, int]], times: int, topk: int, causal: bool) -> None:
+    sequences = distinct * times
     operator = SPECS.operators["select_blocks"]
     workload = workload_of(
         "select_blocks",
