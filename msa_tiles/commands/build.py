@@ -1,4 +1,7 @@
-"""`msa-tiles build`: compile kernels ahead of time. No GPU is needed."""
+"""`msa-tiles build`: compile kernels ahead of time. No GPU is needed.
+
+With --tree and without filters it compiles the tree's own kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msa_tiles import console
+from msa_tiles import console, trees
 from msa_tiles.commands._options import (
     add_filters,
     add_json,
     add_variant,
     check_filters,
+    filters_of,
     processes,
     refuse_ungenerated,
     select,
@@ -22,6 +26,7 @@ from msa_tiles.commands._options import (
     without_missing,
 )
 from msa_tiles.files import refuse_unwritable
+from msa_tiles.names import counted
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job, Outcome
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     tell_changed_specs()
     if args.calls:
         return _build_for(args, registry)
-    installed = without_missing(select(args, registry))
+    installed = without_missing(_own(args, select(args, registry)))
     if not installed:
         return 2
     jobs, cache = ci_jobs(installed), Cache(args.cache)
@@ -91,6 +96,22 @@ def run(args: argparse.Namespace) -> int:
     if args.audit and not args.variant:
         _record(installed, failed, registry)
     return 1 if failed else 0
+
+
+def _own(args: argparse.Namespace, cells: Sequence[Cell]) -> Sequence[Cell]:
+    """Of a tree that --tree names, and without filters, its own kernels alone, as `generate` writes them.
+
+    Raises ValueError where it has none.
+    """
+    top = trees.top()
+    if not args.tree or top is None or any(filters_of(args).values()):
+        return cells
+    own = [cell for cell in cells if cell.tree == top.directory]
+    further = "a filter, such as --op or --target, selects among those beneath, too"
+    if not own:
+        raise ValueError(f"{top.directory} has no kernels of its own; {further}")
+    console.note(f"the {counted(len(own), 'kernel')} of {top.directory}, of {len(cells)} that there are; {further}")
+    return own
 
 
 def _described(outcome: Outcome, audited: bool) -> dict[str, Any]:

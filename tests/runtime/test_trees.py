@@ -23,6 +23,7 @@ from msa_tiles.dsl.cutedsl import operands
 from msa_tiles.launch import lookup
 from msa_tiles.library.remember import Remembered
 from msa_tiles.runtime import dispatch, evidence, parts, toolchain, tuned
+from msa_tiles.runtime.build import Job, Outcome
 from msa_tiles.runtime.dispatch import decide, find_kernel
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Registry, RegistryError, default_registry
@@ -862,3 +863,28 @@ def test_a_tree_that_describes_a_shipped_target_alone(
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
     assert f"{tmp_path.resolve()} changes the description of sm90, and has no kernels" in capsys.readouterr().out
     assert cli.main(["explain", "combine", "--device", "sm90", "--tree", str(tmp_path)]) == 0
+
+
+def test_build_without_filters_takes_the_kernels_of_the_tree_that_is_named(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[set[str]] = []
+
+    def built(jobs: list[Job], *_: object, **__: object) -> list[Outcome]:
+        taken.append({job.cell.id for job in jobs})
+        return [Outcome(job, None, 0.0, ()) for job in jobs]
+
+    monkeypatch.setattr("msa_tiles.runtime.build.build", built)
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: None)
+    own = {cell["id"] for cell in json.loads((tree / "generated/index.json").read_text())["cells"]}
+    shipped = {cell.id for cell in default_registry().cells}
+    assert cli.main(["build", "--tree", str(tree)]) == 0
+    number = len(shipped | own)
+    assert f"the {len(own)} kernels of {tree}, of {number} that there are; a filter, such as" in capsys.readouterr().err
+    assert cli.main(["build", "--tree", str(tree), "--target", "sm90"]) == 0
+    assert cli.main(["build"]) == 0
+    with msa_tiles.use_tree(tree):
+        assert cli.main(["build"]) == 0
+    assert taken == [own, {name for name in shipped | own if name.split(".")[2] == "sm90"}, shipped, shipped | own]
+    assert cli.main(["build", "--tree", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no kernels of its own; a filter, such as --op" in capsys.readouterr().err
