@@ -7,11 +7,12 @@ import contextlib
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from msa_tiles import __version__, console, interrupts, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
-from msa_tiles.commands._options import add_tree, is_target, targets_of
+from msa_tiles.commands._options import Once, add_tree, is_target, path, targets_of
 from msa_tiles.errors import ToolError
 from msa_tiles.names import unknown
 
@@ -20,7 +21,15 @@ COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune,
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help and errors come through `console`, in whatever encoding a terminal has."""
+    """A parser whose help and errors come through `console`, in whatever encoding a terminal has.
+
+    Options that have one value take one, and paths that are not empty.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.register("action", None, Once)
+        self.register("type", Path, path)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:

@@ -103,7 +103,11 @@ def use(path: str | os.PathLike[str]) -> Use:
 
 
 def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
-    """The tree at a path, which is looked at but not used. Raises TreeError."""
+    """The tree at a path, which is looked at but not used. Raises TreeError, TypeError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {path!r}, wanted the directory of a tree, as text or as a path")
+    if not os.fspath(path):
+        raise TreeError("the path of a tree is empty: name its directory")
     directory = Path(path).expanduser().resolve()
     by = f"{named_by}: " if named_by else ""
     if directory.exists() and not directory.is_dir():
@@ -113,6 +117,10 @@ def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
         raise TreeError(f"{by}there is no directory {directory} to use as a tree; make it first, an empty one will do")
     if any(directory.iterdir()) and not any((directory / folder).is_dir() for folder in FOLDERS):
         raise TreeError(f"{by}{directory} is no tree: it has none of the folders {', '.join(FOLDERS)}")
+    if directory / "generated" == paths.generated_dir().resolve():
+        raise TreeError(
+            f"{by}{directory} is what is used without a tree: leave it out, or name a directory of your own"
+        )
     try:
         for each in _parts(directory):
             trust.require(each, _status(each))

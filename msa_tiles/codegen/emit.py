@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from msa_tiles.codegen.marks import no_module, sizes_of, unread
+from msa_tiles.codegen.marks import no_module, no_value, sizes_of, unread
 from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
@@ -308,7 +308,7 @@ def _value(dotted: str, scope: Mapping[str, Any], plan: KernelPlan, where: Locat
         elif not part.startswith("_") and hasattr(value, part) and position > 0 and not isinstance(value, Mapping):
             value = getattr(value, part)
         else:
-            sentence = f"{dotted!r} has no value: {part!r} is unknown"
+            sentence = no_value(dotted, part)
             its_row = position > 0 and (value is None or isinstance(value, Mapping))
             raise _refused(plan, sentence, where) if its_row else SpecError(where, sentence)
     literal = _literal(value)

@@ -22,8 +22,11 @@ def sizes_of(skeleton: str) -> list[str]:
     return list(dict.fromkeys(found["name"] for words in marks for found in _SIZE.finditer(words)))
 
 
-def no_value(path: str, name: str, where: Location) -> str:
-    return f"{path!r} has no value: {name!r} is unknown ({where})"
+def no_value(path: str, name: str) -> str:
+    """The sentence about a mark that takes what there is not."""
+    if path == f"tile.{name}":
+        return f"tile lacks {name!r}, which the skeleton takes"
+    return f"{path!r} has no value: {name!r} is unknown"
 
 
 def no_module(role: str, name: str, module: str) -> str:
@@ -67,5 +70,5 @@ def _missing(row: KernelRow, file: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         value = _VALUE.search(line)
         if value and not depth and "# %" not in line and value["path"] not in row.key_lines:
-            yield no_value(value["path"], value["name"], Location(file, number))
+            yield f"{no_value(value['path'], value['name'])} ({Location(file, number)})"
         depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console, names, trees
 from msa_tiles.names import counted
@@ -23,7 +23,41 @@ if TYPE_CHECKING:
 
 MOST_JOBS = 8  # processes for each processor: more of them only take memory
 MOST_SECONDS = 600  # that one contender runs
+_FIRST = "_first_values"
 FILTERS = ("op", "dsl", "target", "precision")
+
+
+class Once(argparse.Action):
+    """Takes the value of an option that has one. Another value is refused, where argparse would take the last one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        first = vars(namespace).setdefault(_FIRST, {}).setdefault(self.dest, values)
+        if first is not values and first != values:
+            raise argparse.ArgumentError(self, f"it is {first} and then {values}, and takes one value")
+        setattr(namespace, self.dest, values)
+
+
+class EachOnce(argparse.Action):
+    """Gathers pairs of name and value, one value of each name."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        pairs = [*getattr(namespace, self.dest), *values]
+        first = dict(reversed(pairs))
+        for name, value in pairs:
+            if first[name] != value:
+                raise argparse.ArgumentError(self, f"{name} is {first[name]} and then {value}, and takes one value")
+        setattr(namespace, self.dest, pairs)
+
+
+def path(text: str) -> Path:
+    """Parse a path for argparse: an empty one, as of a variable that is not set, would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; name one, or leave the option out")
+    return Path(text)
 
 
 def add_names(parser: argparse.ArgumentParser, option: str, metavar: str, help: str, *, one: bool = False) -> None:
@@ -50,7 +84,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 def add_variant(parser: argparse.ArgumentParser, help: str) -> None:
     """Option that names compile-time dims: pairs of name and value in `variant`."""
     parser.add_argument(
-        "--variant", nargs="+", action="extend", default=[], type=named_value, metavar="NAME=N", help=help
+        "--variant", nargs="+", action=EachOnce, default=[], type=named_value, metavar="NAME=N", help=help
     )
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msa_tiles import console, trees
-from msa_tiles.commands._options import add_filters, check_filters, filter_text, filters_of, show_lacks
+from msa_tiles.commands._options import (
+    add_filters,
+    check_filters,
+    filter_text,
+    filters_of,
+    show_lacks,
+    tree_options,
+)
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 from msa_tiles.paths import generated_dir, specs_dir
@@ -69,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     changed = {} if tree is None or not made else own.changed_targets(specs, made[-1].generated, trees.stack())
     if not count and not bare and not changed and any(filters.values()):
         where = "no row of a spec" if tree is None else f"nothing that {_named(trees.stack(), args.check)} declares"
-        raise ValueError(f"{where} matches {filter_text(filters)}; `msa-tiles generate` alone writes all")
+        raise ValueError(
+            f"{where} matches {filter_text(filters)}; `{_unfiltered(args)}` {'checks' if args.check else 'writes'} all"
+        )
     if not made:
         raise ValueError(
             f"{_named(trees.stack(), args.check)} declares {_NOTHING}: put specs, skeletons or operands there, or "
@@ -164,6 +174,12 @@ def _check(parts: Sequence[_Part], count: int, selection: Selection) -> int:
         are = "is what its spec says" if count == 1 else "are what their specs say"
         console.say(f"{counted(count, 'kernel')} {are}")
     return 1 if drifted else 0
+
+
+def _unfiltered(args: argparse.Namespace) -> str:
+    """The command without filters, for a message."""
+    options = [word for name in ("specs", "out") if (path := getattr(args, name)) for word in (f"--{name}", str(path))]
+    return shlex.join(["msa-tiles", "generate", *["--check"] * args.check, *tree_options(args), *options])
 
 
 def _named(stack: Sequence[trees.Tree], every: bool) -> str:

@@ -87,16 +87,15 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
 
     where = f"{argument} {call!r}" if not call.strip() else f"{argument} {call}"
     op, *settings = (word.strip() for word in call.split(","))
-    given: dict[str, int] = {}
-    precision = "bf16"
+    told: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if name == "precision" and value:
-            precision = value
-        elif equals and value.isdigit():
-            given[name] = int(value)
-        else:
+        if not (value if name == "precision" else equals and value.isdigit()):
             raise ValueError(f"{where}: {setting!r} is not NAME=NUMBER or precision=NAME")
+        if told.setdefault(name, value) != value:
+            raise ValueError(f"{where}: {name} is {told[name]} and then {value}, and takes one value")
+    precision = told.pop("precision", "bf16")
+    given = {name: int(value) for name, value in told.items()}
     # Two targets of a tree may be of one architecture, and each other's kernels serve.
     arch = registry.targets[target].arch
     cells = [cell for part in parts_of(op) for cell in registry.of(part) if cell.arch == arch]

@@ -62,7 +62,8 @@ def read_operator(root: Node, file_stem: str, seen: list[KernelRow] | None = Non
             optional=("inherits", "parameters", "features", "rules", "variants"),
         )
         name = keys.get("op", lambda node: _name(node, file_stem))
-        keys.get("inherits", lambda node: _inherited(node, file_stem))
+        # What another operator says is nothing of this one's.
+        heir = bool(keys.get("inherits", lambda node: _inherited(node, file_stem)))
         summary, reference = keys.get("summary", Node.string), keys.get("reference", _reference)
         dims = keys.get("dims", _dims)
         # Names in the other parts are those of dims that have a mistake, too; None where none is known.
@@ -86,7 +87,7 @@ def read_operator(root: Node, file_stem: str, seen: list[KernelRow] | None = Non
         features = keys.get("features", lambda node: _each(node, lambda _, value: value.string()))
         declared = keys.get("features", Node.entries, {})
         tolerance = keys.get("tolerance", lambda node: _tolerances(node, keys.nodes.get("outputs")))
-        written = mistakes.read(_written, root) or []
+        written = mistakes.read(_written, root, heir) or []
         kernels = mistakes.each(lambda row: read_rows(row, variants, declared, file_stem, seen), written)
     return Operator(
         name=name,
@@ -108,9 +109,9 @@ def read_operator(root: Node, file_stem: str, seen: list[KernelRow] | None = Non
     )
 
 
-def _written(root: Node) -> list[Node]:
-    """The rows of a file and of those that it inherits from."""
-    files = [each.entries() for each in lineage(root)]
+def _written(root: Node, heir: bool) -> list[Node]:
+    """The rows of a file and, if it is an heir, of those that it inherits from."""
+    files = [each.entries() for each in lineage(root) if heir or each.where.file == root.where.file]
     return [row for entries in files if "kernels" in entries for row in entries["kernels"].items()]
 
 
@@ -125,9 +126,10 @@ def _name(node: Node, file_stem: str) -> str:
     return name
 
 
-def _inherited(node: Node, name: str) -> None:
+def _inherited(node: Node, name: str) -> bool:
     if node.identifier() != name:
         raise node.error(f"an operator inherits from the one of its own name beneath, here {name!r}")
+    return True
 
 
 def _roofline(node: Node, dims: Any) -> Roofline:

@@ -151,14 +151,16 @@ def _refuse_others(specs_dir: Path) -> None:
     for path in sorted(specs_dir.glob("*")):
         if path not in known and (path.is_dir() or path.suffix in (".yaml", ".yml")):
             where = f"{TARGETS}/*.yaml, {OPERATORS}/*.yaml and {PRECISIONS}"
-            raise SpecError(Location(shown(path), 1), f"no specs are read from here, but from {where}")
+            raise SpecError(
+                Location(shown(path), int(not path.is_dir())), f"no specs are read from here, but from {where}"
+            )
     for path in sorted(path for part in (TARGETS, OPERATORS) for path in (specs_dir / part).glob("*.yml")):
         raise SpecError(Location(shown(path), 1), f"specs end in .yaml: rename it to {path.stem}.yaml")
 
 
 def _yaml_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise SpecError(Location(shown(directory), 1), "there is no such directory of specs")
+        raise SpecError(Location(shown(directory), 0), "there is no such directory of specs")
     return sorted(directory.glob("*.yaml"))
 
 

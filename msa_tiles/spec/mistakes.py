@@ -12,14 +12,15 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Location:
-    """A line of a file, and where `inherited` is said what matters with it, if that is elsewhere."""
+    """A line of a file, 0 for a directory, and where `inherited` is said what matters with it, if that is elsewhere."""
 
     file: str
     line: int
     inherited: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f", with what it inherits from {self.inherited}" if self.inherited else "")
+        line = f":{self.line}" if self.line else ""
+        return f"{self.file}{line}" + (f", with what it inherits from {self.inherited}" if self.inherited else "")
 
     def of(self, heir: Location) -> Location:
         """A place in a file that `heir` inherits from, as one of the heir, which its author can mend."""

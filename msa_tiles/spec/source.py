@@ -211,7 +211,7 @@ def read(path: Path) -> Node:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SpecError(Location(shown(path), 1), f"cannot be read: {error.strerror}") from error
+        raise SpecError(Location(shown(path), int(not path.is_dir())), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SpecError(Location(shown(path), 1), "is not UTF-8 text") from error
     return parse(text, shown(path))

@@ -294,7 +294,7 @@ def test_a_tile_size_that_nothing_reads(toy: Toy) -> None:
 
 # What is changed in the skeleton, and the sentence at the row's line; the skeleton's place stands behind it.
 ROW_MISTAKES = {
-    "a tile size that the row has not": ("<- tile.rows", "<- tile.columns", "'columns' is unknown"),
+    "a tile size that the row has not": ("<- tile.rows", "<- tile.columns", "tile lacks 'columns'"),
     "a tile size of a line statement": ("% if plan.compute", "% if tile.columns", "statement: 'columns' is unknown"),
     "an expression that a value does not take": ('% if plan.compute == "', '% if tile.rows < "', "'<' not"),
     "a role that the precision has not":
@@ -358,8 +358,8 @@ def test_all_mistakes_of_all_rows_are_told_at_once(toy: Toy) -> None:
     for (_, sentence), part in zip(
         found,
         (
-            "bf16: 'tile.lines' has no value: 'lines' is unknown (skeletons",
-            "bf16: 'tile.columns' has no value: 'columns' is unknown (skeletons",
+            "bf16: tile lacks 'lines', which the skeleton takes (skeletons",
+            "bf16: tile lacks 'columns', which the skeleton takes (skeletons",
             "bf16.absent: there is no skeleton at ",
             "bf16.large: ",
         ),
@@ -387,7 +387,7 @@ def test_a_mistake_of_several_cells_of_a_row_is_told_once(toy: Toy) -> None:
     with pytest.raises(SpecError) as caught:
         toy.produce()
     [mistake] = caught.value.mistakes
-    assert mistake.sentence.startswith("scale.tilelang.toy.bf16, scale.tilelang.toy.q16kv8: 'tile.lines' has no value")
+    assert mistake.sentence.startswith("scale.tilelang.toy.bf16, scale.tilelang.toy.q16kv8: tile lacks 'lines'")
 
 
 def test_text_values_are_escaped(toy: Toy) -> None:

@@ -288,4 +288,4 @@ class TestCommand:
         (tmp_path / "specs").mkdir()
         assert main(["generate", "--specs", str(tmp_path / "specs"), "--out", str(tmp_path)]) == 2
         message = capsys.readouterr().err
-        assert re.search(r"msa-tiles generate: \S+/specs/targets:1: there is no such directory of specs", message)
+        assert re.search(r"msa-tiles generate: \S+/specs/targets: there is no such directory of specs", message)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from toy import Toy
 
-from msa_tiles.codegen import plans
+from msa_tiles.codegen import plans, produce
+from msa_tiles.codegen.plan import CellMistakes
 from msa_tiles.spec import SpecError, load
 
 HEIR = "target: heir\ninherits: toy\nsummary: as the toy\n"
@@ -110,8 +112,8 @@ MISTAKES = {
 )
 def test_mistakes_are_reported_where_they_stand(file: str, text: str, line: int, sentence: str, toy: Toy) -> None:
     write(file, text)
-    where = file if "target/" not in file else "above/target"
-    with pytest.raises(SpecError, match=rf"{where}:{line}: .*{sentence}"):
+    where = f"{file}:{line}" if "target/" not in file else "above/target"  # a directory has no lines
+    with pytest.raises(SpecError, match=rf"{where}: .*{sentence}"):
         load(toy.specs, *[ABOVE] * file.startswith("above"))
 
 
@@ -137,6 +139,23 @@ def test_a_workload_or_a_row_that_an_heir_makes_wrong_is_told_of_the_heir(toy: T
     told = r"above/operators/scale\.yaml:1, with what it inherits from \S*specs/operators/scale\.yaml:\d+: workload"
     with pytest.raises(SpecError, match=told):
         load(toy.specs, ABOVE)
+
+
+def test_of_an_operator_that_inherits_from_another_no_row_of_that_one_is_told(toy: Toy) -> None:
+    text = toy.operator.read_text()
+    (toy.specs / "operators/other.yaml").write_text(text.replace("op: scale", "op: other"))
+    shutil.copy(toy.skeletons / "tilelang/simt/scale.py", toy.skeletons / "tilelang/simt/other.py")
+    toy.edit(toy.skeletons / "tilelang/simt/other.py", "<- tile.unroll", "<- tile.rows")
+    toy.edit(toy.skeletons / "tilelang/simt/other.py", "range(tile.unroll)", "range(2)")
+    own = "kernels:\n  - {dsl: tilelang, targets: [tox], precisions: [bf16], mma: simt, tile: {rows: 8}}\n"
+    file = write(ABOVE / "operators/other.yaml", "op: other\ninherits: scale\n" + own)
+    with CellMistakes() as mistakes:
+        specs = load(toy.specs, ABOVE, mistakes=mistakes)
+        mistakes.read(produce, specs, [toy.skeletons])
+        found, mistakes.found = mistakes.found, []
+    assert [each.where.file for each in found] == [str(file)] * 2, found
+    assert "an operator inherits from the one of its own name beneath, here 'other'" in found[0].sentence
+    assert "unknown target 'tox'" in found[1].sentence
 
 
 def test_files_that_inherit_from_each_other(toy: Toy) -> None:

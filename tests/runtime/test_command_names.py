@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,7 @@ TYPED = [
     ("bench", "--backend", "cutdsl", "cutedsl"),
     ("bench", "--peers", "vlm", "vllm"),
 ]
+ONE = [("explain", "--precision"), ("explain", "--backend")]  # that take one name
 NEEDED = {"pack": ["--target", "sm90", "--out", "nowhere"], "explain": ["sparse_attention"]}
 
 
@@ -70,7 +72,7 @@ def test_a_typo_is_refused_with_what_was_meant(
     line = complaint(capsys, command, *needed, option, typed)
     assert option in line and f"{typed} is unknown; did you mean {meant}? Known: " in line
     # Among right ones too, wherever it stands.
-    others = [] if option in needed else [option, meant]
+    others = [] if option in needed or (command, option) in ONE else [option, meant]
     assert f"{typed} is unknown" in complaint(capsys, command, *needed, *others, option, f"{meant},{typed}")
 
 
@@ -258,6 +260,57 @@ def test_help_says_what_every_option_takes(name: str) -> None:
             assert "default" in told and (computed or shown in told), action.option_strings
         assert not any(word in told.split() for word in ("ops", "dsls", "cells", "cell")), action.option_strings
     assert "repeatable" not in " ".join(action.help or "" for action in parsers()["pack"]._actions)
+
+
+def options_of(kind: object) -> list[tuple[str, str, object]]:
+    """Command, option and type of the options that have one value, or with Path those that take one."""
+    subparsers = cli.Parser().add_subparsers()
+    for command in cli.COMMANDS:
+        command.add(subparsers)
+    for parser in subparsers.choices.values():
+        _options.add_tree(parser)
+    return [
+        (name, action.option_strings[-1], action.choices or action.type)
+        for name, parser in subparsers.choices.items()
+        for action in parser._actions
+        if action.option_strings and (type(action) is kind or action.type is kind)
+    ]
+
+
+@pytest.mark.parametrize(("command", "option", "type"), options_of(_options.Once))
+def test_a_second_value_of_an_option_is_refused(
+    command: str, option: str, type: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = list(type)[:2] if isinstance(type, Iterable) else ("1.5", "2.5") if type is float else ("1", "2")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, option, one, option, one, option, two])
+    assert stopped.value.code == 2
+    assert f"argument {option}: it is {one} and then {two}, and takes one value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("command", "option", "_"), options_of(_options.EachOnce))
+def test_a_second_value_of_a_dim_is_refused(
+    command: str, option: str, _: object, separate: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, option, "group=8", "head_dim=64", *[option] * separate, "group=8", "head_dim=128"])
+    assert f"argument {option}: head_dim is 64 and then 128, and takes one value" in capsys.readouterr().err
+
+
+def test_a_second_value_in_a_call_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, one, two in (("head_dim", "64", "128"), ("precision", "bf16", "q16kv8")):
+        line = complaint(capsys, "build", "--target", "sm90", "--for", f"combine,{name}={one},{name}={two}")
+        assert line.endswith(f": {name} is {one} and then {two}, and takes one value")
+
+
+@pytest.mark.parametrize(("command", "option", "_"), options_of(Path))
+def test_an_empty_path_is_not_the_working_directory(
+    command: str, option: str, _: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, option, ""])
+    assert f"argument {option}: the path is empty; name one" in capsys.readouterr().err
 
 
 def test_help_says_what_a_kernel_is_of(capsys: pytest.CaptureFixture[str]) -> None:

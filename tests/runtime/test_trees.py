@@ -351,9 +351,14 @@ def test_what_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (tmp_path / "notes.txt", "notes.txt is a file, and a tree is a directory"),
         (Path(os.devnull), "null is no directory, and a tree is a directory"),
         (tmp_path, "it has none of the folders specs, skeletons, operands, generated"),
+        (paths.generated_dir().parent, "is what is used without a tree: leave it out"),
+        ("", "the path of a tree is empty: name its directory"),
     ):
         with pytest.raises(trees.TreeError, match=sentence):
             msa_tiles.use_tree(path)
+    for value in (None, 3, False):
+        with pytest.raises(TypeError, match=f"path is {value!r}, wanted the directory of a tree, as text or as a path"):
+            msa_tiles.use_tree(value)
     assert cli.main(["support", "--tree", str(tmp_path / "none")]) == 2
     assert f"msa-tiles support: there is no directory {tmp_path.resolve()}/none" in capsys.readouterr().err
 
@@ -888,3 +893,16 @@ def test_build_without_filters_takes_the_kernels_of_the_tree_that_is_named(
     assert taken == [own, {name for name in shipped | own if name.split(".")[2] == "sm90"}, shipped, shipped | own]
     assert cli.main(["build", "--tree", str(tmp_path)]) == 2
     assert f"{tmp_path} has no kernels of its own; a filter, such as --op" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_filters_that_match_nothing_of_a_tree_are_answered_with_the_command_for_all(
+    check: bool, tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "cutedsl/simt/combine.py"
+    write(tmp_path / "skeletons" / name, (SKELETONS / name).read_text() + "\n\nOWN = 1\n")
+    command = ["generate", *["--check"] * check, "--tree", str(tmp_path)]
+    assert cli.main([*command, "--dsl", "tilelang"]) == 2
+    verb = "checks" if check else "writes"
+    assert f"matches --dsl tilelang; `msa-tiles {' '.join(command)}` {verb} all" in capsys.readouterr().err
+    assert cli.main(command) == int(check)

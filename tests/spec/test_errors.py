@@ -447,7 +447,7 @@ def test_threads_are_whole_numbers(value: str, sentence: str, specs: Path) -> No
 
 
 def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="there is no such directory of specs"):
+    with pytest.raises(SpecError, match=rf"{tmp_path}/targets: there is no such directory of specs"):
         load(tmp_path)
 
 
