@@ -9,6 +9,7 @@ from pathlib import Path
 from msa_tiles import trees
 from msa_tiles.runtime.audit import _promises  # a public name would make records of audits stale
 from msa_tiles.runtime.registry import Cell, Target
+from msa_tiles.spec import Expression
 from msa_tiles.spec.work import describe
 
 
@@ -30,11 +31,17 @@ class _Block:
 @trees.cached(maxsize=4096)
 def _excess(block: _Block, target: Target) -> str | None:
     variant = dict(block.variant)
-    _, (threads, shared, registers) = _promises(block.cell, variant)
+    table, (threads, shared, registers) = _promises(block.cell, variant)
+    if table is not None:
+        columns: int | float = table.tensor_memory
+    else:
+        formula = Expression(str(block.cell.entry["tensor_memory"] or 0))
+        columns = formula({**block.cell.entry["tile"], **variant})
     for what, amount, limit in (
         ("threads", threads, target.threads_per_block),
         ("bytes of shared memory", shared, target.shared_memory_per_block),
         ("registers", registers, target.registers_per_sm),
+        ("columns of tensor memory", columns, target.tensor_memory_columns),
     ):
         if amount > limit:
             at = f"at {describe(variant)}" if variant else "in all"

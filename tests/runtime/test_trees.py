@@ -906,3 +906,23 @@ def test_filters_that_match_nothing_of_a_tree_are_answered_with_the_command_for_
     verb = "checks" if check else "writes"
     assert f"matches --dsl tilelang; `msa-tiles {' '.join(command)}` {verb} all" in capsys.readouterr().err
     assert cli.main(command) == int(check)
+
+
+def test_limits_of_every_kind_hold_for_shipped_kernels(tmp_path: Path, few: None) -> None:
+    limits = {
+        "shared_memory: {per_block: 4096, per_sm: 233472}": "bytes of shared memory",
+        "registers: {per_thread: 255, per_sm: 8192}": "registers",
+        "threads_per_block: 256": "threads",
+        "tensor_memory_columns: 64": "columns of tensor memory",
+    }
+    for number, (text, what) in enumerate(limits.items()):
+        own = tmp_path / str(number)
+        write(own / "specs/targets/sm100.yaml", f"target: sm100\ninherits: sm100\n{text}\n")
+        assert cli.main(["generate", "--tree", str(own)]) == 0
+        with msa_tiles.use_tree(own):
+            registry = default_registry()
+            for cell in registry.select("sparse_attention", target="sm100"):
+                facts = CallFacts(cell.op, torch.device("cuda"), "bf16", cell.ci[0])
+                decision = decide(facts, target_facts(registry.targets["sm100"]), registry)
+                [refusal] = (each.refusal for each in decision.candidates if each.cell is cell)
+                assert re.search(rf"\d+ {what} at .* exceed the \d+ that a block can have on sm100", refusal or "")
