@@ -44,12 +44,24 @@ def bench(name: str, seconds: int, *options: str) -> Step:
     return Step(f"bench_{name}", seconds, (*TILES, "bench", *options))
 
 
+SMALLEST = (*TILES, "verify", "--smallest", "--dsl", "tilelang", "--precision", "nvfp4,fp4", "--sanitizer")
+# What lacks evidence first, then what had it before the last changes.
 STEPS = (
     Step("verify", 240, (*TILES, "verify", "--stale", "--processes", "6")),
-    tests("copied", 120),
     tests("production", 120),
+    tests("copied", 120),
     tests("four_bits", 240),
     tests("caches", 90),
+    tests("long", 120),
+    tests("four_bits_long", 90),
+    *(Step(f"sanitizer_{tool}", 180, (*SMALLEST, tool)) for tool in ("memcheck", "synccheck")),
+    bench("prefill", 240, "sparse_attention", "--precision", "q16kv8,q16kv4,q16kvmx4"),
+    bench("insert", 90, "norm_rope_append"),
+    tests("vllm", 120),
+    tests("sglang", 60),
+    tests("compat", 60),
+    tests("transformers", 60),
+    bench("decode", 180, "msa_decode", "decode_score", "sparse_decode"),
     tests("e4m3", 120),
     tests("hidden", 120),
     tests("dense", 60),
@@ -59,25 +71,12 @@ STEPS = (
     tests("shards", 90),
     tests("repeats", 120),
     tests("quant", 30),
-    tests("compat", 60),
-    tests("transformers", 60),
-    tests("vllm", 120),
-    tests("sglang", 60),
     tests("trees", 60),
     tests("packs", 60),
     tests("bench", 60),
     tests("cells", 60),
-    tests("four_bits_long", 90),
-    tests("long", 120),
     tests("large", 120),
-    *(
-        Step(f"sanitizer_{tool}", 240, (*TILES, "verify", "--smallest", "--sanitizer", tool))
-        for tool in ("memcheck", "synccheck")
-    ),
     Step("tune", 240, (*TILES, "tune")),
-    bench("prefill", 240, "sparse_attention", "--precision", "q16kv8,q16kv4,q16kvmx4"),
-    bench("insert", 90, "norm_rope_append"),
-    bench("decode", 180, "msa_decode", "decode_score", "sparse_decode"),
 )
 
 
