@@ -36,6 +36,7 @@ DENSE = "dense_attention"  # has no kernels of its own
 MOST_TOKENS, MOST_REQUESTS = 1 << 31, 1 << 20
 SIZES = {"block_size", "head_dim", "index_dim", "group", "heads_per_group", "topk"}  # dims that are those of tensors
 USUAL_BLOCK = 128
+PAGED, PAGES = "paged", "pages_per_block"
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -118,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(unknown_target("--device", name, registry.targets)) from error
             targets = ", ".join(registry.targets)
             raise ValueError(f"--device {name}: {error}; a target needs no GPU: {targets}") from error
-    dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
-    check(f"--variant of {args.op}:", dict(args.variant), sorted(dims))
+    _check_variant(args, ops, registry)
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries is not None:
@@ -187,6 +187,18 @@ def _check_sizes(args: argparse.Namespace) -> None:
             )
 
 
+def _check_variant(args: argparse.Namespace, ops: Sequence[str], registry: Registry) -> None:
+    """Raise ValueError for compile-time dims that there are not, or that contradict a feature."""
+    given = dict(args.variant)
+    dims = {dim for op in ops for cell in registry.of(op) for dim in cell.variants}
+    if PAGED in given and not any(PAGED in cell.variants for cell in registry.of(args.op)):
+        raise ValueError(f"--variant {PAGED} is a dim of a kernel that {args.op} may launch; say --feature {PAGED}")
+    check(f"--variant of {args.op}:", given, sorted(dims))
+    for dim in (PAGES, PAGED):
+        if PAGED in args.feature and given.get(dim) == 0:
+            raise ValueError(f"--variant {dim}=0 says that keys are flat, --feature {PAGED} that they are not")
+
+
 def _check_dims(args: argparse.Namespace, dims: Mapping[str, int]) -> None:
     """Raise ValueError for compile-time dims that tensors of no size have."""
     given = dict(args.variant)
@@ -207,12 +219,12 @@ def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, reg
 
     if args.op not in operators.__all__:
         raise ValueError(f"--queries: {args.op} is no operator to call, only a kernel of one; leave --queries out")
-    if set(args.feature) - {"paged"}:
+    if set(args.feature) - {PAGED}:
         raise ValueError(f"--feature {','.join(args.feature)}: with --queries only paged can be said; leave one out")
     cells = [model_of(op, asked[op], registry) for op in reversed(list(asked))]
     dims = {dim: value for cell in cells for dim, value in cell.ci[0].items()} | dict(args.variant)
-    if "paged" in args.feature and not dims.get("pages_per_block"):
-        dims["pages_per_block"] = 1
+    if PAGED in args.feature and not dims.get(PAGES):
+        dims[PAGES] = 1
     keys = args.queries if args.keys is None else args.keys
     requests = 1 if args.requests is None else args.requests
     pair = pair_of("--precision", args.precision, registry)
@@ -252,6 +264,12 @@ def _decide(
     # A group stands for the first precision in which the operator has kernels.
     precision = serving if serving in registry.precisions else model.precision
     variant = {**model.ci[0], **given}
+    # A kernel's dim and the feature of a call say the same.
+    for dim in variant.keys() & {PAGES, PAGED}:
+        if PAGED in features:
+            variant[dim] = variant[dim] or 1
+        elif variant[dim]:
+            features |= {PAGED}
     call = CallFacts(op, torch_device, precision, variant, features, widened=serving != asked)
     return decide(call, device, registry, args.backend)
 

@@ -246,6 +246,8 @@ def test_specs_of_a_tree_that_have_changed_since_are_told(
     assert all(told())
     assert cli.main(["generate", "--op", "combine", "--dsl", "tilelang", *named]) == 0
     assert all(told()), "other cells stay as they were"
+    assert cli.main(["generate", "--op", "combine", "--dsl", "cutedsl", *named]) == 0
+    assert not any(told()), "no cell is left as it was"
     assert cli.main(["generate", *named]) == cli.main(["generate", "--check", *named]) == 0
     assert not any(told())
     write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
