@@ -16,6 +16,7 @@ from msa_tiles.spec.model import DSLS
 if TYPE_CHECKING:
     import torch
 
+    from msa_tiles.runtime.build import Job
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry, Target
     from msa_tiles.spec import Specs
@@ -227,6 +228,15 @@ def tell_changed_specs() -> None:
         )
 
 
+def tell_changed_targets(cells: Iterable[Cell], registry: Registry) -> None:
+    """Say of which targets a tree in use says otherwise than what the kernels of these cells were made for."""
+    if changed := [name for name in dict.fromkeys(cell.target for cell in cells) if name in registry.changed]:
+        console.say(
+            f"{', '.join(changed)} is as a tree describes it, and the evidence is not: a kernel that exceeds the "
+            "limits there refuses calls, as `msa-tiles explain` says"
+        )
+
+
 def ungenerated(
     registry: Registry,
     op: Collection[str],
@@ -324,6 +334,29 @@ def without_missing(cells: Iterable[Cell]) -> list[Cell]:
         if reason is not None:
             console.complain(f"the cells of {dsl} are left out: {reason}")
     return [cell for cell in cells if reasons[cell.dsl] is None]
+
+
+def without_oversized(jobs: Sequence[Job], registry: Registry) -> list[Job]:
+    """The kernels that fit their target as trees in use describe it; says of how many that is not so, and why.
+
+    Raises ValueError where none is left.
+    """
+    from msa_tiles.runtime.blocks import excess
+
+    # Of other targets the audit knows: their limits are those that kernels were made for.
+    reasons = {
+        str(job): excess(job.cell, job.variant, registry.targets[job.cell.target])
+        for job in jobs
+        if job.cell.target in registry.changed
+    }
+    left = [job for job in jobs if not reasons.get(str(job))]
+    if len(left) < len(jobs):
+        name, why = next((name, why) for name, why in reasons.items() if why)
+        sentence = f"{len(jobs) - len(left)} of {counted(len(jobs), 'kernel')} cannot fit, such as {name}: {why}"
+        if not left:
+            raise ValueError(sentence)
+        console.complain(f"{sentence}; they are left out")
+    return left
 
 
 def named_value(text: str) -> tuple[str, int]:

@@ -24,6 +24,7 @@ from msa_tiles.commands._options import (
     tell_changed_specs,
     ungenerated,
     without_missing,
+    without_oversized,
 )
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     jobs, cache = ci_jobs(installed), Cache(args.cache)
     if args.variant:
         jobs = _at(installed, dict(args.variant))
+    if not args.audit:  # which tells it of each
+        jobs = without_oversized(jobs, registry)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     made: list[dict[str, Any]] = []
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
-from msa_tiles.commands._options import add_filters, add_json, select, without_missing
+from msa_tiles.commands._options import add_filters, add_json, select, tell_changed_targets, without_missing
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
 
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         console.say(report.LEGEND)
         for sentence in report.refusals(rows):
             console.say(sentence)
+        tell_changed_targets(cells, registry)
         last = f"the last {selection.QUERIES} of {selection.LENGTH:,} tokens"
         if costs:
             console.say(

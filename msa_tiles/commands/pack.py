@@ -20,6 +20,7 @@ from msa_tiles.commands._options import (
     refuse_ungenerated,
     tell_changed_specs,
     ungenerated,
+    without_oversized,
 )
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         jobs = unverified(registry, load(*trees.specs_dirs()), target.name, [dsl] if dsl in DSLS else DSLS)
     else:
         jobs = points.jobs_of(args.points, registry, target.name, dsl)
+    jobs = without_oversized(jobs, registry)
     _refuse_missing(jobs)
     if args.out.suffix == ".whl":
         packing = wheel.build(jobs, target, args.out, workers=args.jobs, cache=cache)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, trees
-from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_specs
+from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_specs, tell_changed_targets
 from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     whence = trees.stack() != ()
     if rows:
         console.table([(*columns, *["from"] * whence), *(_line(row, whence) for row in rows)])
+    tell_changed_targets(cells, registry)
     show_lacks(load(*trees.specs_dirs()), args.target, {cell.id for cell in registry.cells}, args.op)
     return 0
 

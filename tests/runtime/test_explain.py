@@ -256,6 +256,28 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "said", "shown"),
+    [
+        ("sparse_decode", ("--feature", "paged"), {"pages_per_block": 1}),
+        ("sparse_decode", ("--feature", "paged", "--variant", "pages_per_block=2"), {"pages_per_block": 2}),
+        ("sparse_decode", ("--variant", "pages_per_block=2"), {"pages_per_block": 2}),
+        ("dequantize_kv", ("--precision", "q16kv8", "--variant", "paged=1"), {"paged": 1}),
+    ],
+)
+def test_pages_are_asked_for_by_dim_or_by_feature(
+    op: str, said: tuple[str, ...], shown: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["explain", op, "--device", "sm90", "--json", *said])
+    [decision] = json.loads(capsys.readouterr().out)
+    assert decision["features"] == ["paged"] and decision["variant"].items() >= shown.items()
+    cli.main(
+        ["explain", op, "--device", "sm90", "--json", *(word for word in said if word in ("--precision", "q16kv8"))]
+    )
+    [decision] = json.loads(capsys.readouterr().out)
+    assert (decision["features"] == ["paged"]) == any(decision["variant"].get(dim) for dim in shown)
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("combine", "--keys", "5"), "--keys and --requests need --queries"),
@@ -275,6 +297,17 @@ def test_explanations_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("combine", "--queries", "5", "--requests", "0"), "--requests is 0, wanted at least 1"),
         (("index_lse", "--queries", "5"), "index_lse is no operator to call, only a kernel of one"),
         (("sparse_decode", "--queries", "5", "--feature", "expanded"), "with --queries only paged can be said"),
+        (
+            ("sparse_attention", "--variant", "paged=1"),
+            "--variant paged is a dim of a kernel that sparse_attention may",
+        ),
+        *(
+            (
+                ("sparse_decode", "--feature", "paged", "--variant", "pages_per_block=0", *asked),
+                "says that keys are flat",
+            )
+            for asked in ((), ("--queries", "5"))
+        ),
         *(
             ((op, "--queries", "5", "--variant", f"{dim}=0"), f"--variant {dim} is 0, wanted at least 1")
             for op, dim in (

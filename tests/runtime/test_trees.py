@@ -19,11 +19,13 @@ from few_specs import copy_specs
 import msa_tiles
 from msa_tiles import cli, ops, paths, trees
 from msa_tiles.codegen.emit import SKELETONS
+from msa_tiles.commands._options import without_oversized
 from msa_tiles.dsl.cutedsl import operands
 from msa_tiles.launch import lookup
 from msa_tiles.library.remember import Remembered
 from msa_tiles.runtime import dispatch, evidence, parts, toolchain, tuned
-from msa_tiles.runtime.build import Job, Outcome
+from msa_tiles.runtime.blocks import excess
+from msa_tiles.runtime.build import Job, Outcome, ci_jobs
 from msa_tiles.runtime.dispatch import decide, find_kernel
 from msa_tiles.runtime.facts import CallFacts, DeviceFacts, device_facts, target_facts
 from msa_tiles.runtime.registry import Registry, RegistryError, default_registry
@@ -839,6 +841,12 @@ def test_a_tree_that_changes_the_limits_of_a_shipped_target(
     refusal = f"230056 bytes of shared memory at {at} exceed the 166912 that a block can have on sm90"
     explain = ["explain", "sparse_attention", "--device", "sm90", "--backend", "cutedsl"]
     assert cli.main(explain) == 0
+    for command in ("support", "matrix"):
+        capsys.readouterr()
+        assert cli.main([command, "--op", "combine", "--target", "sm90", "--tree", str(own)]) == 0
+        assert "sm90 is as a tree describes it, and the evidence is not" in capsys.readouterr().out
+        assert cli.main([command, "--op", "combine", "--target", "sm90"]) == 0
+        assert "as a tree describes it" not in capsys.readouterr().out
     for asked in ([], ["--queries", "256"]):
         capsys.readouterr()
         assert cli.main([*explain, *asked, "--tree", str(own)]) == 1
@@ -859,8 +867,19 @@ def test_a_tree_that_changes_the_limits_of_a_shipped_target(
         monkeypatch.setattr("msa_tiles.tables._read", lambda *_: pytest.fail("read again"))
         assert decide(facts, device, registry, "cutedsl").chosen is None
         monkeypatch.undo()
+        # Nor is it compiled or packed.
+        jobs = ci_jobs([cell])
+        capsys.readouterr()
+        kept = without_oversized(jobs, registry)
+        assert kept == [job for job in jobs if excess(cell, job.variant, registry.targets["sm90"]) is None]
+        left_out = [job for job in jobs if job not in kept]
+        assert kept and left_out
+        assert f"{len(left_out)} of {len(jobs)} kernels cannot fit, such as {left_out[0]}: " in capsys.readouterr().err
+        with pytest.raises(ValueError, match=r"1 of 1 kernel cannot fit, such as .*: 230056 bytes"):
+            without_oversized(left_out[:1], registry)
     registry = default_registry()
     assert decide(facts, target_facts(registry.targets["sm90"]), registry, "cutedsl").chosen is not None
+    assert without_oversized(jobs, registry) == jobs
 
 
 def test_a_tree_that_describes_a_shipped_target_alone(
