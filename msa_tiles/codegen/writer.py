@@ -239,10 +239,12 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
 def _wanted(generated: Generated, out: Path, selection: Selection) -> dict[str, str]:
     paths = dict.fromkeys(path for cell, path in generated.paths.items() if selection.holds(cell))
     chosen = {path: generated.files[path] for path in (*paths, *_copies(generated))}
-    others = {path: text for path, text in generated.files.items() if path not in chosen}
+    others = (path for path in generated.files if path not in chosen)
     merged = _merged_index(generated, out, selection)
-    if dumps(merged["cells"]) == dumps(generated.index["cells"]) and all(
-        _read(out / path) == text for path, text in others.items()
+    if (
+        merged is not generated.index
+        and dumps(merged["cells"]) == dumps(generated.index["cells"])
+        and all(_read(out / path) == generated.files[path] for path in others)
     ):
         merged = generated.index  # as a run without a selection writes it
     return chosen | {INDEX: dumps(merged) + "\n"}

@@ -45,13 +45,12 @@ def _remembered(specs_dir: Path, above: tuple[Path, ...], contents: tuple[tuple[
 
 
 def _contents(directories: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
-    """All that there is in directories of specs, as far as it can be read."""
-    for path in (
-        path for folder in directories for part in ("", TARGETS, OPERATORS) for path in (folder / part).glob("*")
-    ):
+    """The names of all that there is in directories of specs, and what specs hold, as far as it can be read."""
+    folders = (folder / part for folder in directories for part in ("", TARGETS, OPERATORS))
+    for path in (path for folder in folders for path in folder.glob("*")):
         try:
-            yield path, path.read_bytes()
-        except OSError:  # directories, too
+            yield path, path.read_bytes() if path.suffix == ".yaml" else b""
+        except OSError:
             yield path, b""
 
 
