@@ -13,6 +13,9 @@ from msa_tiles.call import backends, formats
 from msa_tiles.call.indexer import ORDERS, Index, RankCall, Ranked, ScoreCall, SelectCall
 from msa_tiles.call.where import Where
 from msa_tiles.launch import lookup, packed, places
+from msa_tiles.spec.reach import WIDENING
+
+SCORE, SELECT = "index_score", "select_blocks"
 
 # Launches a kernel that scores blocks: (kernel, operands, block size, causal, out [Hi, T, NB]).
 LaunchScores = Callable[[Any, Index, int, bool, Tensor], None]
@@ -94,26 +97,26 @@ def applied_scales(
     return AppliedScales((q_scale.expand(idx_q.shape[:2]),), (k_scale,), flags)
 
 
-def is_widened(given: Index) -> bool:
-    """Whether queries are e4m3 under keys of 4 bits: kernels that score every block take BF16 ones there."""
-    return formats.is_packed(given.idx_k) and formats.is_quantised(given.idx_q)
+def is_widened(op: str, given: Index) -> bool:
+    """Whether queries are e4m3 under keys of 4 bits, and kernels of the operator take BF16 ones there."""
+    return op in WIDENING and formats.is_packed(given.idx_k) and formats.is_quantised(given.idx_q)
 
 
-def widened(given: Index) -> Index:
+def widened(op: str, given: Index) -> Index:
     """The same with queries in bfloat16, which holds every e4m3 value; their scales stay beside them."""
-    return given._replace(idx_q=given.idx_q.to(torch.bfloat16)) if is_widened(given) else given
+    return given._replace(idx_q=given.idx_q.to(torch.bfloat16)) if is_widened(op, given) else given
 
 
 def widened_for_selection(given: Index, heads_per_group: int) -> Index:
     """The same, without scales of queries: they rank nothing but heads of a group, whose queries are multiplied by
     theirs and rounded to bfloat16.
     """
-    if not is_widened(given):
+    if not is_widened(SELECT, given):
         return given
     scale = given.q_scale
     if heads_per_group > 1 and scale is not None and scale.dim() > 0:
         return given._replace(idx_q=(given.idx_q.float() * scale[..., None]).to(torch.bfloat16), q_scale=None)
-    return widened(given)._replace(q_scale=None)
+    return widened(SELECT, given)._replace(q_scale=None)
 
 
 def variant(given: Index, block_size: int) -> dict[str, int]:
@@ -174,8 +177,8 @@ def run_scores(op: str, launch: LaunchScores, call: ScoreCall, out: Tensor, wide
 
 def run_index_scores(call: ScoreCall, out: Tensor) -> None:
     """The same for index_score."""
-    wide = call._replace(operands=widened(call.operands))
-    run_scores("index_score", launch_scores, wide, out, is_widened(call.operands))
+    wide = call._replace(operands=widened(SCORE, call.operands))
+    run_scores(SCORE, launch_scores, wide, out, is_widened(SCORE, call.operands))
 
 
 def launch_scores(kernel: Any, given: Index, block_size: int, causal: bool, score: Tensor) -> None:
@@ -315,14 +318,14 @@ def prepare_selection(call: SelectCall, out: Tensor) -> Selection | None:
     """What runs select_blocks; None on the reference, and where a size is 0, though a kernel must be there then too."""
     if backends.runs_reference(call.backend, call.device):
         return None
-    given, block_size, narrow = call.operands, call.block_size, is_widened(call.operands)
+    given, block_size, narrow = call.operands, call.block_size, is_widened(SELECT, call.operands)
     if narrow:  # what the launch makes of them is as dense as this
         given = given._replace(idx_q=given.idx_q.new_empty(given.idx_q.shape, dtype=torch.bfloat16), q_scale=None)
     idx_q, idx_k, where, *_ = given
     heads_per_group = idx_q.shape[1] // call.num_kv_heads
     dims = {**variant(given, block_size), "topk": call.topk, "heads_per_group": heads_per_group}
     facts = lookup.call_facts(
-        "select_blocks",
+        SELECT,
         where,
         idx_q.device,
         lookup.precision(query=idx_q, index_key=formats.stored(idx_k, given.k_scale)),

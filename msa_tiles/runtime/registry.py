@@ -17,6 +17,7 @@ from typing import Any
 
 from msa_tiles import paths, trees
 from msa_tiles.sources import OPERANDS, code_of, search_operands
+from msa_tiles.spec.reach import WIDENING
 
 INDEX = "index.json"
 INDEX_FORMAT = 2
@@ -24,8 +25,6 @@ INDEX_FORMAT = 2
 Names = str | Collection[str] | None  # of a filter, which nothing and an empty collection leave open
 
 _ROLES = ("query", "key_value", "index_key", "output")
-# Operators whose kernels score every block: queries reach them in bfloat16 where several keys share a byte.
-WIDENING = ("index_score", "select_blocks")
 _AMBIGUOUS = ("uint8",)  # storage of several formats: only a `QuantizedTensor` knows which
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msa_tiles.names import meant
 from msa_tiles.spec.mistakes import Location, SpecError
 from msa_tiles.spec.model import KernelRow, Operator, Precision, Target
+from msa_tiles.spec.reach import unreached
 
 Refusals = list[tuple[str, str]]  # keys of a row, and sentences
 _CALLED = {"mma": "mma", "copy": "copy engine"}  # what a target has, by the key of rows that names it
@@ -145,6 +146,8 @@ class Judge:
             return found
         roles = [role for role in operator.roles if role != "output" and role not in precision.roles]
         found += [("precision", f"{precision.name} has no {role}, which {operator.name} reads") for role in roles]
+        if not roles and (why := unreached(operator, precision, self.precisions.values())):
+            return [*found, ("precision", why)]
         # A tolerance of a precision that is none may have been meant for this one.
         if not roles and precision.name not in operator.tolerance and self._names_precisions(operator.tolerance):
             found.append(("precision", f"{operator.name} states no tolerance for {precision.name}"))

@@ -329,13 +329,17 @@ def test_e4m3_queries_are_widened_for_kernels_that_score_every_block(heads_per_g
     keys = quantize_nvfp4(torch.randn(40, 256, generator=torch.Generator().manual_seed(0)))
     scale = torch.tensor([0.5, 1.0, 3.0, 0.1]).expand(3, 4)
     given = indexer.operands_of(codes, keys, Where(), scale, None)
-    scored = index.widened(given)
+    scored = index.widened("index_score", given)
     assert scored.idx_q.dtype == BF16 and scored.q_scale is scale
     torch.testing.assert_close(scored.idx_q.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    assert index.widened("decode_score", given) is given  # its kernels take e4m3
     selected = index.widened_for_selection(given, heads_per_group)
     assert selected.idx_q.dtype == BF16 and selected.q_scale is None
     wanted = codes.float() if heads_per_group == 1 else codes.float() * scale[..., None]
     torch.testing.assert_close(selected.idx_q, wanted.to(BF16), rtol=0, atol=0, equal_nan=True)
     for other in (indexer.operands_of(codes.to(BF16), keys, Where(), None, None),
                   indexer.operands_of(codes, codes[0], Where(), None, None)):  # fmt: skip
-        assert index.widened(other) is other and index.widened_for_selection(other, heads_per_group) is other
+        assert (
+            index.widened("index_score", other) is other
+            and index.widened_for_selection(other, heads_per_group) is other
+        )

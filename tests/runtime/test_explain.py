@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,9 +11,13 @@ from msa_tiles import cli, ops
 from msa_tiles.explaining import explain as rehearse
 from msa_tiles.explaining import rehearsal
 from msa_tiles.explaining.examples import call_of
+from msa_tiles.paths import specs_dir
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
-from msa_tiles.runtime.registry import default_registry
+from msa_tiles.runtime.registry import Precision, default_registry
+from msa_tiles.spec import load
+from msa_tiles.spec.model import ROLES
+from msa_tiles.spec.reach import unreached
 
 REGISTRY = default_registry()
 
@@ -64,6 +69,41 @@ def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
 
     [job] = jobs_for(f"{op},precision={precision}", REGISTRY, "sm90")
     assert job.cell.id == launched.cell
+
+
+SPECS = load(specs_dir())
+OWN = {
+    "q8kv8": {"query": "e4m3", "key_value": "e4m3"},
+    "q16k8": {"query": "bf16", "index_key": "e4m3"},
+    "q8k16": {"query": "e4m3", "index_key": "bf16"},
+}
+
+
+@pytest.mark.parametrize("op", [op for op, each in SPECS.operators.items() if op in ops.__all__ and each.roles])
+def test_rows_may_have_the_precisions_in_which_calls_come_to_dispatch(op: str) -> None:
+    """What specs know of it is what validation and launches do, for precisions of one's own as well."""
+    precisions = dict(SPECS.precisions)
+    for name, roles in OWN.items():
+        formats = {role: SPECS.formats[roles[role]] if role in roles else None for role in ROLES}
+        precisions[name] = dataclasses.replace(precisions["bf16"], name=name, **formats)
+    operator = SPECS.operators[op]
+    read = [role for role in operator.roles if role != "output"]
+    # What is normed and written comes in BF16.
+    given = {"output": "bfloat16"} if "query" in read else {"output": "bfloat16", "query": "bf16"}
+    own = {name: Precision(name, "fp8", {**roles, **given}) for name, roles in OWN.items()}
+    registry = dataclasses.replace(REGISTRY, precisions={**REGISTRY.precisions, **own})
+    for name, precision in precisions.items():
+        if not set(read) <= precision.roles.keys() or (op, name) == ("dequantize_kv", "bf16"):
+            continue
+        pair = Pair(*(name if role in precision.roles else "bf16" for role in ("index_key", "key_value")))
+        try:
+            kernels = rehearse(getattr(ops, op), **call_of(op, {}, pair, 64, 64, 1, registry), device="sm90").kernels
+        except (ValueError, TypeError):
+            met = set()
+        else:
+            met = {each.precision for each in kernels if each.op == op} & registry.precisions.keys()
+        reached = any(registry.precisions[each].agrees(registry.precisions[name], read) for each in met)
+        assert reached == (unreached(operator, precision, precisions.values()) is None), name
 
 
 INDEXERS, ATTENTIONS = (

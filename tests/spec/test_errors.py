@@ -108,7 +108,13 @@ MISTAKES = {
          "sm90 simt cannot compute 'bfloat16'; it multiplies float32, int32"),
     "element that stands in the precision":
         (ATTENTION, "    mma: wgmma", "    compute: bfloat16\n    mma: wgmma", 0, "must be one of float32, int32"),
-    "no tolerance": (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0, "states no tolerance for q16kv8"),
+    "no tolerance": (ATTENTION, "precisions: [bf16]", "precisions: [q16kv8m8]", 0, "states no tolerance for q16kv8m8"),
+    "precision of queries that are widened":
+        (SELECT, "precisions: [bf16]", "precisions: [q8kmx4]", 0,
+         "no call of select_blocks reaches a kernel of q8kmx4: its queries are widened to bfloat16 .* of q16kmx4"),
+    "precision with scales that kernels do not take":
+        (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0,
+         "no call of sparse_attention_backward reaches .* no scales of key_value, which e4m3 has; .* kernels of bf16"),
     "precision without what the operator reads":
         (SELECT, "precisions: [bf16]", "precisions: [q16kv8]", 0, "q16kv8 has no index_key, which select_blocks reads"),
     "no target at all": (TOPK, "targets: [sm90]", "targets: []", 0, "targets must name at least one"),
