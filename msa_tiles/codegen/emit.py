@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from msa_tiles.codegen.facts import Noted, unfollowed
 from msa_tiles.codegen.marks import no_module, no_value, sizes_of, unread
 from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
@@ -121,14 +122,14 @@ def _rendered(
     package: Path,
 ) -> str:
     """The skeleton's text with all marks replaced but those of docstrings."""
-    tile = _Tile(plan)
+    tile, noted = _Tile(plan), Noted(precision)
     scope = {
         "plan": plan,
         "tile": tile,
         "operands": plan.operands,
         "declared": _Declared(plan, package),
         "target": target,
-        "precision": precision,
+        "precision": noted,
         "operator": operator,
     }
     source = _marked(skeleton, file)
@@ -162,6 +163,8 @@ def _rendered(
             for name in plan.tile:
                 if name not in tile.read and name not in formulas:
                     mistakes.add(CellError(plan, unread(name, file, named, plan.tile)))
+            for why in unfollowed(plan, precision, noted.tells_multiply, text, file, package):
+                mistakes.add(CellError(plan, why))
     return text
 
 

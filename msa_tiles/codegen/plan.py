@@ -74,6 +74,7 @@ class KernelPlan:
     features: tuple[str, ...]
     where: Location = field(compare=False)
     derived: bool = field(default=False, compare=False)  # whether the row names no such target
+    named: tuple[str, ...] = field(default=(), compare=False)  # the roles whose operand the row names
     table: Callable[..., Table] | None = field(
         default=None, compare=False
     )  # of a variant, where the kernel declares it
@@ -192,6 +193,7 @@ def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Prec
         features=row.features,
         where=row.where.of(operator.where),
         derived=row.derived,
+        named=tuple(row.operands),
     )
     if row.threads is not None:
         _check(plan, target)

@@ -42,7 +42,12 @@ def _why(operator: Operator, precision: Precision) -> str | None:
         if stored.scale is not None and not any(_scales(operator.tensors, role)):
             return f"its kernels take no scales of {role}, which {stored.name} has"
     query, key = formats.get("query"), formats.get("index_key")
-    if query is None or key is None:
+    if query is None:
+        return None
+    output = query.storage if query.scale is None else _WIDE
+    if "output" in operator.roles and precision.output != output:
+        return f"its outputs are {output}, and not {precision.output}, where its queries are {query.name}"
+    if key is None:
         return None
     if key.packed > 1 and operator.name in WIDENING and query.storage != _WIDE:
         return f"its queries are widened to {_WIDE} where several index keys share a byte, as in {key.name}"

@@ -87,11 +87,44 @@ def test_a_row_may_name_its_operands(wide: Toy) -> None:
         return {plan.precision: plan.operands["key_value"] for plan in cells(wide).values()}
 
     assert named() == {"bf16": "plain", "q16kv8": "bytes"}, "those of the formats"
-    wide.edit(
-        wide.operator, "    mma: simt", "    adjust: {q16kv8: {operands: {key_value: bytes_by_role}}}\n    mma: simt"
+    line = wide.edit(
+        wide.operator, "    mma: simt", "    adjust: {q16kv8: {operands: {key_value: e4m3_in_ring}}}\n    mma: simt"
     )
-    assert named() == {"bf16": "plain", "q16kv8": "bytes_by_role"}
-    assert {entry["operands"]["key_value"] for entry in wide.produce().index["cells"]} == {"plain", "bytes_by_role"}
+    with pytest.raises(SpecError, match=f"{wide.skeleton} imports no operand") as caught:
+        wide.produce()
+    assert str(caught.value).count("operands.key_value is read by nothing") == 1
+    assert caught.value.where.line == line - 4, "that of the row, once for both targets"
+    wide.edit(
+        wide.skeleton,
+        "import tilelang.language as T\n",
+        "from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value\n",
+    )
+    assert named() == {"bf16": "plain", "q16kv8": "e4m3_in_ring"}
+    assert {entry["operands"]["key_value"] for entry in wide.produce().index["cells"]} == {"plain", "e4m3_in_ring"}
+
+
+def test_what_a_precision_multiplies_reaches_the_kernel(wide: Toy) -> None:
+    """Through a line of the skeleton, or through an operand, which may hand out another element."""
+    wide.edit(wide.operator, "    compute: float32\n", "")
+    wide.edit(wide.skeleton, '# % if plan.compute == "float32":', "# % if tile.rows:")
+    assert len(wide.produce().plans) == 4
+    wide.edit(wide.skeleton, 'ELEMENT = "float32"  # <- precision.multiply', 'ELEMENT = "bfloat16"')
+    with pytest.raises(SpecError, match=f"{wide.skeleton} does not ask how") as caught:
+        wide.produce()
+    assert str(caught.value).count("multiplies bfloat16 (specs/precisions.yaml:18)") == 1, "not of what is not decoded"
+    wide.edit(
+        wide.skeleton,
+        "import tilelang.language as T\n",
+        "import tilelang.language as T\n\n"
+        "from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value\n",
+    )
+    wide.edit(wide.operator, "    mma: simt", "    adjust: {q16kv8: {operands: {key_value: e4m3}}}\n    mma: simt")
+    assert len(wide.produce().plans) == 4
+    for target in (OTHER, "toy"):
+        wide.edit(wide.specs / f"targets/{target}.yaml", "bfloat16: []", "bfloat16: [], float8: []")
+    wide.edit(wide.specs / "precisions.yaml", "bytes, multiply: bfloat16", "bytes, multiply: float8")
+    with pytest.raises(SpecError, match=r"the operand e4m3 of key_value hands out bfloat16: name one that hands out"):
+        wide.produce()
 
 
 def test_a_cell_twice(wide: Toy) -> None:

@@ -112,6 +112,9 @@ MISTAKES = {
     "precision of queries that are widened":
         (SELECT, "precisions: [bf16]", "precisions: [q8kmx4]", 0,
          "no call of select_blocks reaches a kernel of q8kmx4: its queries are widened to bfloat16 .* of q16kmx4"),
+    "precision of outputs that calls do not have":
+        (PRECISIONS, "e4m3, multiply: bfloat16, output: bfloat16}", "e4m3, multiply: bfloat16, output: float32}", None,
+         "no call of sparse_decode reaches a kernel of q16kv8: its outputs are bfloat16, and not float32, where its"),
     "precision with scales that kernels do not take":
         (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0,
          "no call of sparse_attention_backward reaches .* no scales of key_value, which e4m3 has; .* kernels of bf16"),
