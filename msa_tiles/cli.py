@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and not given[0].startswith("-") and given[0] not in subparsers.choices:
         console.complain(f"msa-tiles: {unknown('command', given[0], subparsers.choices)}")
         return 2
+    if given and (misplaced := _misplaced(given, subparsers.choices)):
+        console.complain(f"msa-tiles: {misplaced}")
+        return 2
     args = parser.parse_args(given)
     try:
         with contextlib.ExitStack() as used:
@@ -87,6 +91,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.close()
         console.complain(f"msa-tiles {args.command}: {where}: {error.strerror}")
         return 2
+
+
+def _misplaced(given: Sequence[str], commands: Collection[str]) -> str:
+    """The sentence about an option of commands that stands before the command; empty where none does."""
+    option = given[0].partition("=")[0]
+    if not option.startswith("-") or any(own.startswith(option) for own in ("-h", "--help", "--version")):
+        return ""
+    places = [place for place, word in enumerate(given) if word in commands]
+    # What follows an option is its value, where another word can be the command.
+    place = next((each for each in places if "=" in given[each - 1] or given[each - 1][0:1] != "-"), None)
+    place = place if place is not None else next(iter(places), None)
+    words = list(given) if place is None else [given[place], *given[:place], *given[place + 1 :]]
+    command = "COMMAND " * (place is None) + shlex.join(words)
+    return f"{option} stands before the command, and options come behind it: msa-tiles {command}"
 
 
 if __name__ == "__main__":

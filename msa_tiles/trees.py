@@ -136,6 +136,22 @@ def stack() -> tuple[Tree, ...]:
     return _current().trees
 
 
+def present() -> tuple[Tree, ...]:
+    """The same. Raises TreeError where the directory of one is gone, in whose place nothing else is looked for."""
+    for tree in stack():
+        if not tree.directory.is_dir():
+            raise TreeError(gone(tree.directory))
+    return stack()
+
+
+def gone(directory: Path) -> str:
+    """The sentence about a tree in use whose directory was deleted or moved."""
+    return (
+        f"the tree {directory} is in use and is no longer there: put it back, or leave it out (the end of its `with` "
+        f"block, --tree, {VARIABLE})"
+    )
+
+
 def top() -> Tree | None:
     """The tree that commands write to; None where that is the installation."""
     return next(iter(stack()), None)
@@ -164,8 +180,11 @@ def cached(maxsize: int) -> Callable[[Callable[_Arguments, _Answer]], Callable[_
 
 
 def specs_dirs(trees: Sequence[Tree] | None = None) -> list[Path]:
-    """The directories of specs, the shipped ones first, each of which extends or replaces what those before it say."""
-    above = (tree.specs for tree in reversed(stack() if trees is None else trees))
+    """The directories of specs, the shipped ones first, each of which extends or replaces what those before it say.
+
+    Raises TreeError where the directory of a tree in use is gone.
+    """
+    above = (tree.specs for tree in reversed(present() if trees is None else trees))
     return [paths.specs_dir(), *(folder for folder in above if folder.is_dir())]
 
 

@@ -81,8 +81,12 @@ def run(args: argparse.Namespace) -> int:
             f"{where} matches {filter_text(filters)}; `{_unfiltered(args)}` {'checks' if args.check else 'writes'} all"
         )
     if not made:
+        whole = _named(trees.stack(), args.check)
+        stack = trees.stack()[: None if args.check else 1]
+        if parts := [told for each in stack if (told := _has_alone(each, specs))]:
+            raise ValueError(f"{whole} declares {_NOTHING}: {'; '.join(parts)}")
         raise ValueError(
-            f"{_named(trees.stack(), args.check)} declares {_NOTHING}: put specs, skeletons or operands there, or "
+            f"{whole} declares {_NOTHING}: put specs, skeletons or operands there, or "
             f"name a target that is generated on request, --target {_requestable(specs)}"
         )
     if args.check:
@@ -105,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         refuse = "; kernels beneath refuse calls that do not fit" if any(changed.values()) else ""
         console.say(f"{tree.directory} {_changes(changed)}{own_kernels}{refuse}")
     elif tree is not None and not generated.plans and not bare:
-        console.say(f"{tree.directory} declares {_NOTHING}")
+        told = _has_alone(tree, specs)
+        console.say(f"{tree.directory} declares {_NOTHING}" + (f": {told}" if told else ""))
     if args.specs is None:
         own_targets = [] if tree is None else [name for name in generated.index["targets"] if name not in changed]
         show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
@@ -139,6 +144,31 @@ def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_
             named = "".join(f" --tree {each.directory}" for each in reversed(part))
             parts.append(_Part(tree.generated, generated, named))
     return parts
+
+
+def _has_alone(tree: trees.Tree, specs: Specs) -> str:
+    """What a tree has of which no kernel comes, and what would have to be written; empty where it has nothing."""
+    told = {
+        "precisions": [each.name for each in specs.precisions.values() if _lies_in(each.where.file, tree)],
+        "formats": [each.name for each in specs.formats.values() if _lies_in(each.where.file, tree)],
+        "operands": [file.stem for file in (tree.directory / "operands").rglob("*.py")],
+        "skeletons": [file.relative_to(tree.skeletons).as_posix() for file in tree.skeletons.rglob("*.py")],
+    }
+    rows = [file.relative_to(tree.specs).as_posix() for file in sorted(tree.specs.glob("operators/*.yaml"))]
+    has = " and ".join(f"{what} ({', '.join(sorted(names))})" for what, names in told.items() if names)
+    if rows:
+        return f"what {', '.join(rows)} of it says gives the kernels that lie beneath"
+    if not has:
+        return ""
+    tolerance = ", a `tolerance`" if told["precisions"] else ""
+    return (
+        f"it has {has} alone, of which no row makes a kernel that is not there; a row of its own stands in "
+        f"specs/operators/OPERATOR.yaml, with `inherits: OPERATOR`{tolerance} and `kernels:` (see docs/your-gpu.md)"
+    )
+
+
+def _lies_in(file: str, tree: trees.Tree) -> bool:
+    return Path(file).resolve().is_relative_to(tree.specs)
 
 
 def _changes(changed: Mapping[str, bool]) -> str:

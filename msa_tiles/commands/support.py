@@ -101,7 +101,7 @@ class Loaded(NamedTuple):
 
 def loaded_by(cell: Cell, registry: Registry) -> list[Loaded]:
     """Each role of keys that a kernel reads, with what the kernel's file imports for it."""
-    imported = operands_in(cell.file.read_text(encoding="utf-8"))
+    imported = operands_in(cell.text())
     found = []
     for role in KEYS:
         if role not in cell.reads:

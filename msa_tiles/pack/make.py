@@ -132,7 +132,7 @@ def described(directory: Path) -> Made:
 
 def _code_of(cell: Cell) -> dict[str, Any]:
     """Which code the kernels of a cell are compiled from."""
-    helpers = helpers_of(cell.file.read_text(encoding="utf-8"))
+    helpers = helpers_of(cell.text())
     code = {"digest": cell.digest, "source": cell.source_hash(), "texts": texts_of(cell.file, helpers)}
     # The name alone: where it lay is nobody else's concern.
     return code if cell.tree is None else {**code, "tree": cell.tree.name}

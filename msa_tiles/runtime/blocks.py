@@ -31,6 +31,7 @@ class _Block:
 @trees.cached(maxsize=4096)
 def _excess(block: _Block, target: Target) -> str | None:
     variant = dict(block.variant)
+    block.cell.text()  # says what is wrong where there is none
     table, (threads, shared, registers) = _promises(block.cell, variant)
     if table is not None:
         columns: int | float = table.tensor_memory

@@ -17,6 +17,7 @@ from typing import Any
 
 from msa_tiles import paths, trees
 from msa_tiles.sources import OPERANDS, code_of, search_operands
+from msa_tiles.spec.loader import PRECISIONS
 from msa_tiles.spec.reach import WIDENING
 
 INDEX = "index.json"
@@ -103,10 +104,20 @@ class Cell:
         """Compiler pass settings that the kernel asks for in place of the usual ones."""
         return getattr(sys.modules[self.function.__module__], "PASS_CONFIGS", None)
 
+    def text(self) -> str:
+        """That of the kernel file. Raises RegistryError where it cannot be read, TreeError where its tree is gone."""
+        try:
+            return self.file.read_text(encoding="utf-8")
+        except OSError as error:
+            if self.tree is not None and not self.tree.is_dir():
+                raise trees.TreeError(trees.gone(self.tree)) from error
+            again = "msa-tiles generate" + (f" --tree {self.tree}" if self.tree else "")
+            raise RegistryError(f"{self.file} cannot be read ({error.strerror}); run `{again}`") from error
+
     def source_hash(self) -> str:
         """16 hex digits over the code of the kernel file and its device helpers, as they are on disk now."""
         total = hashlib.sha256()
-        for part in code_of(self.file.read_text(encoding="utf-8")):
+        for part in code_of(self.text()):
             total.update(part)
         return total.hexdigest()[:16]
 
@@ -229,11 +240,11 @@ def _several(names: Names) -> Collection[str]:
 def default_registry() -> Registry:
     """The registry of the kernels that came with this installation, beneath those of the trees in use."""
     found = Registry.read(paths.generated_dir())
-    for tree in reversed(trees.stack()):
+    for tree in reversed(trees.present()):
         if (tree.generated / INDEX).is_file():
             found = Registry.read(tree.generated, found, tree.directory)
         else:  # nothing was generated as yet; what is measured goes there all the same
-            if tree.specs.is_dir() or tree.skeletons.is_dir():
+            if any(each.name != PRECISIONS for each in tree.specs.glob("*")) or tree.skeletons.is_dir():
                 _log.warning(
                     "%s declares kernels or targets, and none are generated: run `msa-tiles generate --tree %s`",
                     tree.directory, tree.directory,

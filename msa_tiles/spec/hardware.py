@@ -12,6 +12,10 @@ from msa_tiles.spec.model import Device, MmaKind, Target, frozen
 from msa_tiles.spec.source import Fields, Node
 
 T = TypeVar("T")
+# Letters behind an architecture, and the capability from which on nvcc knows them: instructions of one architecture, or
+# of its family.
+_LETTERS = {"a": (9, 0), "f": (10, 0)}
+_OWN_INSTRUCTIONS = re.compile(r"[A-Z]GMMA(\..*)?|UTC[A-Z]+(\..*)?")  # wgmma and tcgen05, in machine code
 
 
 def read_target(root: Node, file_stem: str) -> Target:
@@ -32,6 +36,8 @@ def read_target(root: Node, file_stem: str) -> Target:
         arch = keys.get("arch", lambda node: _arch(node, capability))
         threads = keys.get("threads_per_block", lambda node: node.integer(minimum=32))
         mma = keys.get("mma", lambda node: _each(node.named(), lambda kind, value: _mma(kind, value, threads)))
+        if arch is not None and mma is not None:
+            mistakes.passes(_check_instructions, keys.nodes["arch"], arch, mma)
         elements = None if mma is None else {element for kind in mma.values() for element in kind.elements}
         products = keys.get("devices", Node.entries)
         devices = mistakes.entries(lambda product, node: _device(product, node, elements), products or {})
@@ -87,10 +93,20 @@ def _capability(node: Node) -> list[int]:
 def _arch(node: Node, capability: list[int] | None) -> str:
     arch = node.string()
     if capability is not None:
-        expected = f"sm_{capability[0]}{capability[1]}"
-        if arch not in (expected, expected + "a", expected + "f"):
-            raise node.error(f"arch must be {expected} or {expected}a to agree with capability {capability}")
+        number = f"sm_{capability[0]}{capability[1]}"
+        known = [number, *(f"{number}{letter}" for letter, since in _LETTERS.items() if tuple(capability) >= since)]
+        if arch not in known:
+            names = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+            raise node.error(f"arch must be {names} to agree with capability {capability}, not {arch!r}")
     return arch
+
+
+def _check_instructions(node: Node, arch: str, mma: Mapping[str, MmaKind]) -> None:
+    """Refuse an architecture without the letter where a family multiplies with instructions that need it."""
+    for kind in mma.values():
+        for opcode in (each for opcodes in kind.elements.values() for each in opcodes):
+            if _OWN_INSTRUCTIONS.fullmatch(opcode) and arch[-1] not in _LETTERS:
+                raise node.error(f"arch is {arch}, for which no {kind.name} ({opcode}) is compiled; write {arch}a")
 
 
 def _default(node: Node, products: Mapping[str, Node] | None) -> str:

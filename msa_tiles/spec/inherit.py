@@ -6,10 +6,11 @@ and its `tolerance`, whose precisions are: the parent's rows need theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msa_tiles.spec.mistakes import Mistakes
 from msa_tiles.spec.source import Node
 
 KEY = "inherits"
@@ -31,17 +32,45 @@ class Heir(Node):
         return inherited | own
 
 
-def resolved(layers: Iterable[Iterable[Node]]) -> dict[str, Node]:
+@dataclass(frozen=True)
+class Single(Node):
+    """A file's mapping that inherits nothing, and the files that it could inherit from: it may have forgotten to."""
+
+    others: Mapping[str, Node]
+
+    def known(self, required: Iterable[str], known: Sequence[str], mistakes: Mistakes) -> dict[str, Node]:
+        own, required = self.entries(), tuple(required)
+        missing = [key for key in required if key not in own]
+        names = [name for name, other in self.others.items() if other.is_mapping() and {*missing} <= {*other.entries()}]
+        if missing and names:
+            keys = "the key" if len(missing) == 1 else "the keys"
+            mistakes.add(
+                self.error(
+                    f"{self.title} lacks {keys} {', '.join(map(repr, missing))}; with `{KEY}: {names[0]}` it has from "
+                    f"there what it does not say itself" + f" (or from {', '.join(names[1:])})" * (len(names) > 1)
+                )
+            )
+            required = tuple(key for key in required if key in own)
+        return super().known(required, known, mistakes)
+
+
+def resolved(layers: Iterable[Iterable[Node]], any_name: bool = False) -> dict[str, Node]:
     """The files of several directories by their names, the highest directory's last, with what they inherit.
 
-    A file inherits from another of its directory or of those beneath, or from the one of its own name beneath.
+    A file inherits from another of its directory or of those beneath, or from the one of its own name beneath; with
+    `any_name` those may have any.
 
     Raises SpecError where there is no such file, or where files inherit from each other.
     """
     found: dict[str, Node] = {}
     for layer in layers:
         own = {Path(root.where.file).stem: root for root in layer}
-        found |= {name: _heir(name, own, dict(found), ()) for name in own}
+        beneath = dict(found)
+        for name, root in own.items():
+            others = {name: beneath[name]} if name in beneath else {**beneath, **own} if any_name else {}
+            others = {other: node for other, node in others.items() if node is not root}
+            heir = _heir(name, own, beneath, ())
+            found[name] = Single(root.yaml, root.where, root.name, others) if heir is root and others else heir
     return found
 
 

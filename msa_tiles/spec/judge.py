@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msa_tiles.names import meant
 from msa_tiles.spec.mistakes import Location, SpecError
 from msa_tiles.spec.model import KernelRow, Operator, Precision, Target
-from msa_tiles.spec.reach import unreached
+from msa_tiles.spec.reach import group_told, unreached
 
 Refusals = list[tuple[str, str]]  # keys of a row, and sentences
 _CALLED = {"mma": "mma", "copy": "copy engine"}  # what a target has, by the key of rows that names it
@@ -108,8 +108,9 @@ class Judge:
         names = self.mistaken.precisions
         if not row.precision or row.precision in self.precisions or names is None or row.precision in names:
             return []
-        known = [*self.precisions, *names]
-        return [("precision", f"unknown precision {row.precision!r}; known: {', '.join(known)}")]
+        told = group_told(row.precision, self.operator, self.precisions.values())
+        known = told or f"; known: {', '.join((*self.precisions, *names))}"
+        return [("precision", f"unknown precision {row.precision!r}{known}")]
 
     def refusals(self, row: KernelRow) -> Refusals:
         """Why a row cannot be of its target and its precision, as keys of it and sentences."""

@@ -16,6 +16,7 @@ from msa_tiles.spec.judge import Judge, Mistaken
 from msa_tiles.spec.mistakes import Location, Mistakes, SpecError, joined
 from msa_tiles.spec.model import Format, KernelRow, Operator, Precision, Specs, Target, Workload, frozen
 from msa_tiles.spec.precisions import Partly, read_precisions
+from msa_tiles.spec.reach import group_told
 from msa_tiles.spec.source import Node, read, shown
 from msa_tiles.spec.work import describe, dims_of, quantities_of
 
@@ -62,7 +63,7 @@ def _load(specs_dir: Path, above: Sequence[Path], mistakes: Mistakes) -> Specs:
     rows: dict[str, list[KernelRow]] = {}
     mistakes.each(_refuse_others, above)
     mistakes.read(lambda: read_precisions(*map(read, precision_files), partly=partly))
-    targets = _read_all(mistakes, target_files, read_target)
+    targets = _read_all(mistakes, target_files, read_target, any_name=True)
     operators = _read_all(
         mistakes, operator_files, lambda root, name: read_operator(root, name, rows.setdefault(name, []))
     )
@@ -75,12 +76,14 @@ def _load(specs_dir: Path, above: Sequence[Path], mistakes: Mistakes) -> Specs:
     return link(targets, partly.formats, partly.precisions, operators, mistaken, mistakes)
 
 
-def _read_all(mistakes: Mistakes, layers: Sequence[Sequence[Path]], reader: Callable[[Node, str], T]) -> dict[str, T]:
-    """What the reader makes of the files of all directories, by their names."""
+def _read_all(
+    mistakes: Mistakes, layers: Sequence[Sequence[Path]], reader: Callable[[Node, str], T], any_name: bool = False
+) -> dict[str, T]:
+    """What the reader makes of the files of all directories, by their names; `any_name` is of `resolved`."""
     nodes = [mistakes.each(read, files) for files in layers]
     whole = [len(files) for files in layers] == [len(files) for files in nodes]
     # Where a file cannot be read at all, who inherits from it cannot either.
-    roots = mistakes.read(resolved, nodes) if whole else None
+    roots = mistakes.read(resolved, nodes, any_name) if whole else None
     return mistakes.entries(lambda name, root: _read(root, name, reader), roots or {})
 
 
@@ -205,7 +208,8 @@ def _check_tolerance(operator: Operator, precisions: Mapping[str, Precision], mi
     with Mistakes() as mistakes:
         for name in operator.tolerance:
             if name not in precisions and mistaken.precisions is not None and name not in mistaken.precisions:
-                sentence = f"tolerance names the precision {name!r}; known: {', '.join(precisions)}"
+                why = group_told(name, operator, precisions.values()) or f"; known: {', '.join(precisions)}"
+                sentence = f"tolerance names the precision {name!r}{why}"
                 mistakes.add(SpecError(operator.where, sentence))
         for precision, bounds in operator.tolerance.items():
             for output, bound in bounds.items():

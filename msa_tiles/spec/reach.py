@@ -28,6 +28,17 @@ def unreached(operator: Operator, precision: Precision, precisions: Iterable[Pre
     )
 
 
+def group_told(name: str, operator: Operator | None, precisions: Iterable[Precision]) -> str:
+    """The end of a sentence about a precision that is none: those of the group that has this name, if one has.
+
+    These are the precisions that calls of the operator have, where there are such.
+    """
+    of_group = [each for each in precisions if each.group == name]
+    reached = [each for each in of_group if operator and _has(operator, each) and _why(operator, each) is None]
+    names = ", ".join(each.name for each in reached or of_group)
+    return f", which is a group: a row names precisions, such as its {names}" if names else ""
+
+
 def _has(operator: Operator, precision: Precision) -> bool:
     return all(role in precision.roles for role in _read(operator))
 

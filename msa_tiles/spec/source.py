@@ -102,6 +102,9 @@ class Node:
     def is_list(self) -> bool:
         return isinstance(self.yaml, yaml.SequenceNode)
 
+    def is_mapping(self) -> bool:
+        return isinstance(self.yaml, yaml.MappingNode)
+
     def scalar(self) -> Scalar:
         if not isinstance(self.yaml, yaml.ScalarNode):
             raise self.error(f"{self.name} must be a single value, not {self._kind()}")

@@ -98,7 +98,7 @@ MISTAKES = {
     "above/targets/heir.yaml": [("target: heir\ninherits: roy\n", 2, "there is no 'roy' to inherit from")],
     "above/operators/scale.yaml": [
         ("op: scale\ninherits: other\n", 2, "there is no 'other' to inherit from"),
-        ("op: scale\n", 1, "the file lacks the key 'summary'"),
+        ("op: scale\n", 1, "the file lacks the keys 'summary', .*; with `inherits: scale` it has from there"),
     ],
     "above/heir.yaml": [
         (HEIR, 1, r"no specs are read from here, but from targets/\*\.yaml, operators/\*\.yaml and pre")

@@ -319,3 +319,22 @@ def test_help_says_what_a_kernel_is_of(capsys: pytest.CaptureFixture[str]) -> No
     text = " ".join(capsys.readouterr().out.split())
     assert "A kernel, or cell, is of an operator, a DSL" in text
     assert re.search(r"as in (\S+)\. ", text)[1] in {cell.id for cell in default_registry().cells}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--tree", "mine", "support"], "support --tree mine"),
+        (["--tree=mine", "support", "--op", "combine"], "support --tree=mine --op combine"),
+        (["--tree", "demo", "explain", "combine"], "explain --tree demo combine"),
+        (["--audit", "build"], "build --audit"),
+        (["--op", "combine"], "COMMAND --op combine"),
+    ],
+)
+def test_an_option_before_the_command_is_told_where_it_goes(
+    given: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(given) == 2
+    option = given[0].partition("=")[0]
+    error = capsys.readouterr().err
+    assert error == f"msa-tiles: {option} stands before the command, and options come behind it: msa-tiles {wanted}\n"

@@ -74,6 +74,14 @@ kernels:
 """
 
 
+PRECISION = "precisions:\n  q16k: {query: bf16, index_key: e4m3, multiply: bfloat16, output: bfloat16}\n"
+WITHOUT_KERNELS = {
+    "specs/precisions.yaml": (PRECISION, r"it has precisions \(q16k\) alone, .*`inherits: OPERATOR`, a `tolerance`"),
+    "operands/cutedsl/mine.py": ("", r"it has operands \(mine\) alone, .*`inherits: OPERATOR` and `kernels:`"),
+    "specs/operators/combine.yaml": ("op: combine\ninherits: combine\n", "what operators/combine.yaml of it says"),
+}
+
+
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -346,6 +354,26 @@ def test_the_variable_names_trees_as_path_does(tree: Path, tmp_path: Path, monke
     assert cli.main(["support"]) == 2
     monkeypatch.setattr(trees, "_state", None)
     monkeypatch.delenv(trees.VARIABLE)
+
+
+def test_a_tree_that_goes_while_it_is_in_use_is_named(tree: Path, tmp_path: Path) -> None:
+    """Calls do not fall back to what lies beneath, and whoever ends its use goes on."""
+    copy = Path(shutil.copytree(tree, tmp_path / "copy"))
+    gone = re.escape(f"the tree {copy} is in use and is no longer there: put it back, or leave it out")
+    with msa_tiles.use_tree(copy):
+        cell = default_registry().select("sparse_decode", "cutedsl", "sm90", "bf16")[0]
+        cell.file.unlink()
+        with pytest.raises(RegistryError, match=f"cannot be read .*; run `msa-tiles generate --tree {copy}`"):
+            cell.source_hash()
+        shutil.rmtree(copy)
+        with pytest.raises(trees.TreeError, match=gone):
+            cell.source_hash()
+    with msa_tiles.use_tree(write(copy / "specs/operators/combine.yaml", COMBINE).parents[2]):
+        shutil.rmtree(copy)
+        for read in (default_registry, trees.specs_dirs):
+            with pytest.raises(trees.TreeError, match=gone):
+                read()
+    assert default_registry().select("sparse_decode", "cutedsl", "sm90", "bf16")[0].tree is None
 
 
 def test_what_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -693,6 +721,20 @@ def test_a_tree_that_declares_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     assert "declares no kernel beyond what lies beneath" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", WITHOUT_KERNELS)
+def test_a_tree_of_which_no_kernel_comes_is_told_what_it_has(
+    file: str, tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text, sentence = WITHOUT_KERNELS[file]
+    write(tmp_path / "own" / file, text)
+    assert cli.main(["generate", "--tree", str(tmp_path / "own")]) == 2
+    assert re.search(f"own declares no kernel beyond what lies beneath: {sentence}", capsys.readouterr().err)
+    with msa_tiles.use_tree(tmp_path / "own"):
+        default_registry()
+    # Where generating makes nothing, it is not recommended.
+    assert ("none are generated" in caplog.text) == ("operators" in file)
 
 
 @pytest.mark.usefixtures("few")

@@ -109,12 +109,19 @@ MISTAKES = {
     "element that stands in the precision":
         (ATTENTION, "    mma: wgmma", "    compute: bfloat16\n    mma: wgmma", 0, "must be one of float32, int32"),
     "no tolerance": (ATTENTION, "precisions: [bf16]", "precisions: [q16kv8m8]", 0, "states no tolerance for q16kv8m8"),
+    "group in the place of precisions":
+        (ATTENTION, "precisions: [bf16]", "precisions: [fp8]", 0,
+         "unknown precision 'fp8', which is a group: a row names precisions, such as its q16kv8, q16kv8m8$"),
+    "tolerance of a group":
+        (SELECT, "  q8k8: {out", "  fp8: {out", None, "the precision 'fp8', which is a group: .* such as its q8k8"),
+    "architecture without underscore":
+        (SM90, "arch: sm_90a", "arch: sm90a", 0, r"arch must be sm_90 or sm_90a to agree .*, not 'sm90a'"),
+    "letter that nvcc does not know there": (SM90, "arch: sm_90a", "arch: sm_90f", 0, "must be sm_90 or sm_90a to"),
+    "architecture without the letter of its instructions":
+        (SM90, "arch: sm_90a", "arch: sm_90", 0, r"for which no wgmma \(HGMMA\) is compiled; write sm_90a"),
     "precision of queries that are widened":
         (SELECT, "precisions: [bf16]", "precisions: [q8kmx4]", 0,
          "no call of select_blocks reaches a kernel of q8kmx4: its queries are widened to bfloat16 .* of q16kmx4"),
-    "precision of outputs that calls do not have":
-        (PRECISIONS, "e4m3, multiply: bfloat16, output: bfloat16}", "e4m3, multiply: bfloat16, output: float32}", None,
-         "no call of sparse_decode reaches a kernel of q16kv8: its outputs are bfloat16, and not float32, where its"),
     "precision with scales that kernels do not take":
         (BACKWARD, "precisions: [bf16]", "precisions: [q16kv8]", 0,
          "no call of sparse_attention_backward reaches .* no scales of key_value, which e4m3 has; .* kernels of bf16"),
@@ -150,7 +157,7 @@ MISTAKES = {
         (ATTENTION, "    features: [paged, q_positions]", "    features: [teleport]", 0, "'teleport' is none of those"),
     "no opcode": (ATTENTION, "expect: [SYNCS", "expect: [syncs", 0, "'syncs' is no SASS opcode"),
     "arch of another capability":
-        (SM90, "capability: [9, 0]", "capability: [8, 0]", -1, "arch must be sm_80 or sm_80a to agree"),
+        (SM90, "capability: [9, 0]", "capability: [8, 0]", -1, "arch must be sm_80 to agree"),
     "target of another file": (SM90, "target: sm90", "target: sm80", 0, "target is 'sm80' in a file named sm90.yaml"),
     "unknown default device":
         (SM90, "default_device: NVIDIA H100", "default_device: A100", 0, "'A100 80GB HBM3' is none of the devices"),
@@ -229,6 +236,45 @@ CONSEQUENCES = {
     "tolerance of no output": 2,  # out is lacking, too
     "name that is a word of Python": 3,  # out is unknown, class is lacking
 }
+
+
+LACKING = {
+    "targets/sm103x.yaml": (
+        "target: sm103x\nsummary: x\narch: sm_103a\ncapability: [10, 3]\n",
+        "'devices', 'default_device', .*'forbid'; with `inherits: sm100` .* \\(or from sm103, sm90\\)",
+    ),
+    "targets/sm90.yaml": ("target: sm90\nsummary: x\n", "'arch', .*; with `inherits: sm90` it has .* itself"),
+    "operators/combine.yaml": ("op: combine\n", "'summary', .*'kernels'; with `inherits: combine` it has .* itself"),
+}
+
+
+@pytest.mark.parametrize("file", LACKING)
+def test_a_file_that_may_have_forgotten_to_inherit(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys that it lacks in one sentence, with where it could have them from."""
+    monkeypatch.chdir(tmp_path)
+    text, sentence = LACKING[file]
+    (tmp_path / "own" / file).parent.mkdir(parents=True)
+    (tmp_path / "own" / file).write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load(paths.specs_dir(), tmp_path / "own")
+    assert re.fullmatch(f"own/{file}:1: the file lacks the keys {sentence}", str(caught.value))
+
+
+def test_an_operator_that_nothing_lies_beneath_can_inherit_nothing(tmp_path: Path) -> None:
+    (tmp_path / "operators").mkdir()
+    (tmp_path / "operators/other.yaml").write_text("op: other\n")
+    with pytest.raises(SpecError, match=r"the file lacks the key 'summary'\n.*the file lacks the key 'reference'\n"):
+        load(paths.specs_dir(), tmp_path)
+
+
+def test_outputs_that_calls_do_not_have(specs: Path) -> None:
+    text = (specs / PRECISIONS).read_text()
+    old = "e4m3, multiply: bfloat16, output: bfloat16}"
+    (specs / PRECISIONS).write_text(text.replace(old, old.replace("output: bfloat16", "output: float32")))
+    with pytest.raises(SpecError) as caught:
+        load(specs)
+    told = [each.sentence for each in caught.value.mistakes if "sparse_decode" in each.where.file]
+    assert told and all("kernel of q16kv8: its outputs are bfloat16, and not float32, where" in each for each in told)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
