@@ -251,7 +251,9 @@ def test_a_call_that_is_large_enough_is_copied_by_itself(copying: Any) -> None:
     q = torch.randn(2048, HEADS * GROUP, DIM, device="cuda").bfloat16()
     k, v = (quantised("nvfp4", torch.randn(2048, HEADS, DIM, device="cuda")) for _ in range(2))
     ids = torch.arange(16, device="cuda", dtype=torch.int32).expand(HEADS, 2048, 16).contiguous()
-    for further, wanted in (({}, True), ({"batch_invariant": True}, False), ({"workspace": 4 << 20}, False)):
+    size = 2 * k.data.shape[0] * HEADS * DIM * 2  # bytes of both copies
+    fits, is_short = {"workspace": size}, {"workspace": size - 1}
+    for further, wanted in (({}, True), ({"batch_invariant": True}, False), (fits, True), (is_short, False)):
         with dispatch.finding() as found:
             ops.sparse_attention(q, k, v, ids, **further)
         assert ("dequantize_kv" in {kernel.cell.op for kernel in found}) == wanted
