@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -274,6 +274,7 @@ def _report(
     if any(entry.stopped for entry in met.entries) and (remedy := _remedy(op, met, facts, registry)):
         notes.append(remedy)
     whole = _whole(op, met, expected, facts)
+    notes += _never_timed(met, (whole, *expected.values()))
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     known = None if runs in (REFERENCE, BORROWED) else workspace
     return Explanation(op, str(facts), facts.target, runs, kernels, known, results, whole, tuple(notes))
@@ -315,6 +316,16 @@ def _expected(
     dims = {**entry.numbers, **call.variant}
     floor = expect.floor_ms(call.op, chosen.cell.precision, compute, dims, known, sequences, facts, causal)
     return None if not floor else expect.expectation(call.op, chosen.cell.precision, chosen.cell.dsl, floor, facts)
+
+
+def _never_timed(met: _Met, told: Iterable[Expectation | None]) -> list[str]:
+    """Says of which kernels the times are not, where there are times: what was measured are the shipped ones."""
+    chosen = [entry.decision.chosen for entry in met.entries if entry.launches]
+    own = dict.fromkeys(f"{each.cell.id} of {each.cell.tree}" for each in chosen if each and each.cell.tree is not None)
+    if not own or all(each is None or each.ms is None for each in told):
+        return []
+    what = "is another one" if len(own) == 1 else "are others"
+    return [f"Times are estimates from what shipped kernels took: {', '.join(own)} {what}."]
 
 
 def _whole(op: str, met: _Met, expected: Mapping[int, Expectation], facts: DeviceFacts) -> Expectation | None:

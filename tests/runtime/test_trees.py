@@ -224,6 +224,17 @@ def test_explain_and_support_say_where_a_kernel_comes_from(
     assert str(tree) not in capsys.readouterr().out
 
 
+def test_explain_says_that_times_are_of_the_shipped_kernel(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = f"Times are estimates from what shipped kernels took: {CELL} of {tree} is another one."
+    for requests, timed in (("1024", False), ("16", True)):  # nothing as large as that was measured
+        sizes = ["--queries", "4", "--keys", "4096", "--requests", requests, "--device", "sm90", "--backend", "cutedsl"]
+        assert cli.main(["explain", "sparse_decode", *sizes, "--tree", str(tree)]) == 0
+        out = capsys.readouterr().out
+        assert ("\n  about " in out) == (said in out) == timed
+    assert cli.main(["explain", "sparse_decode", *sizes]) == 0
+    assert "estimates" not in capsys.readouterr().out
+
+
 def test_specs_of_a_tree_that_have_changed_since_are_told(
     few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: None
 ) -> None:
