@@ -36,14 +36,17 @@ class Noted:
 def unfollowed(
     plan: KernelPlan, precision: Precision, asked: bool, text: str, file: str, package: Path = PACKAGE
 ) -> Iterator[str]:
-    """Sentences about operands that a row names and a kernel does not import, and about a precision that multiplies
-    otherwise than the kernel, whose skeleton `asked` how it does or not.
+    """Sentences about operands that a row names and a kernel does not import, or that are for other tensors than calls
+    pass, and about a precision that multiplies otherwise than the kernel, whose skeleton `asked` how it does or not.
     """
     imported = operands_in(text)
     for role in plan.named:
         if role not in imported:
             what = f"{file} imports {', '.join(imported)} alone" if imported else f"{file} imports no operand"
             yield f"operands.{role} is read by nothing: {what}"
+    for role, module in imported.items():
+        if role in precision.roles and (why := _of_another_format(plan, role, module, precision, package)):
+            yield why
     if plan.compute != precision.multiply:
         return  # the row says what is computed
     told = {role: _multiplied(plan, role, module, package) for role, module in imported.items()}
@@ -60,6 +63,31 @@ def unfollowed(
             f"{multiplies}, and {file} does not ask how: a line of it takes the element (`# <- precision.multiply`), "
             "or an operand that it imports says it"
         )
+
+
+def _of_another_format(plan: KernelPlan, role: str, module: str, precision: Precision, package: Path) -> str | None:
+    """Why an operand is not for the tensors that a call passes in a role's format, as a sentence; None where it is."""
+    stored, package_of = precision.roles[role], f"msa_tiles.dsl.{plan.dsl}{OPERANDS}"
+    path = operand_file(module, package_of, package)
+    takes = None if path is None else constants_of(path, package).get("TENSORS")
+    scale = stored.scale
+    passed = ("", *["_scale"] * (scale is not None), *["_global_scale"] * bool(scale and scale.global_dtype))
+    if not isinstance(takes, tuple) or takes == passed:  # or says it in a way that is not read here
+        return None
+    # Modules of one kind have the formats behind a common word: append_plain, append_e4m3.
+    alike = "_".join((*module.split("_")[:-1], stored.operand))
+    known = alike != module and operand_file(alike, package_of, package) is not None
+    return (
+        f"the operand {module} of {role} takes {_told(takes)}, and calls of {plan.precision} pass {_told(passed)} "
+        f"({stored.name})"
+        + (f": write adjust: {{{plan.precision}: {{operands: {{{role}: {alike}}}}}}}" if known else "")
+    )
+
+
+def _told(endings: tuple[str, ...]) -> str:
+    """The tensors of an operand in words, by the endings of their names."""
+    names = [ending.removeprefix("_").replace("_", " ") + "s" if ending else "values" for ending in endings]
+    return ", ".join(names) + " alone" * (len(names) == 1)
 
 
 def _multiplied(plan: KernelPlan, role: str, module: str, package: Path) -> tuple[str, ...]:

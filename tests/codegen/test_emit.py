@@ -170,6 +170,9 @@ def package(toy: Toy, package: Callable[[dict[str, str]], Path]) -> Path:
     """Device helpers with the operand that the toy's row takes; its skeleton is made of operand and table."""
     toy.edit(toy.skeleton, "def scale(", PARTS)
     toy.edit(toy.operator, FORMULAS, "")
+    toy.edit(
+        toy.specs / "precisions.yaml", "operand: plain", "operand: plain\n    scale: {dtype: float32, per: [head]}"
+    )
     return package({"dsl/tilelang/operands/plain.py": OPERAND})
 
 

@@ -127,6 +127,27 @@ def test_what_a_precision_multiplies_reaches_the_kernel(wide: Toy) -> None:
         wide.produce()
 
 
+def test_an_operand_is_for_the_tensors_that_calls_pass(wide: Toy) -> None:
+    wide.edit(
+        wide.skeleton,
+        "import tilelang.language as T\n",
+        "from msa_tiles.dsl.tilelang.operands import plain as key_value  # <- operands.key_value\n",
+    )
+    wide.edit(wide.specs / "precisions.yaml", "per: [token_head]}", "per: [token_head]}\n    operand: e4m3")
+    wide.edit(wide.operator, "    mma: simt", "    operands: {key_value: append_plain}\n    mma: simt")
+    with pytest.raises(SpecError) as caught:
+        wide.produce()
+    assert caught.value.sentence == (
+        "scale.tilelang.tiny.q16kv8, scale.tilelang.toy.q16kv8: the operand append_plain of key_value takes values "
+        "alone, and calls of q16kv8 pass values, scales (bytes): "
+        "write adjust: {q16kv8: {operands: {key_value: append_e4m3}}}"
+    )
+    wide.edit(
+        wide.operator, "    mma: simt", "    adjust: {q16kv8: {operands: {key_value: append_e4m3}}}\n    mma: simt"
+    )
+    assert len(wide.produce().plans) == 4
+
+
 def test_a_cell_twice(wide: Toy) -> None:
     row = wide.operator.read_text().partition("kernels:\n")[2]
     wide.operator.write_text(wide.operator.read_text() + row.replace(f"[toy, {OTHER}]", f"[{OTHER}]"))

@@ -19,7 +19,7 @@ from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.call import backends
 from msa_tiles.explaining import expect, grids, rehearsal
 from msa_tiles.explaining.examples import call_of
-from msa_tiles.launch import attention, dequantize, windows
+from msa_tiles.launch import attention, copied, dequantize, windows
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import parts_of
@@ -189,6 +189,7 @@ def test_windows_are_chosen_for_the_bytes_of_keys(
         told.append(sizes[6])
         return choose(*sizes)
 
+    monkeypatch.setattr(copied, "is_made", lambda *_: False)  # copies are of BF16
     monkeypatch.setattr(windows, "choose_rounds", recorded)
     assert msa_tiles.explain(ops.sparse_attention, **given, backend="cutedsl", device="sm90").served
     assert set(told) == {2 * BLOCK * columns * dtype.itemsize}
