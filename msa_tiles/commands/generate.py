@@ -111,9 +111,12 @@ def run(args: argparse.Namespace) -> int:
     elif tree is not None and not generated.plans and not bare:
         told = _has_alone(tree, specs)
         console.say(f"{tree.directory} declares {_NOTHING}" + (f": {told}" if told else ""))
-    if args.specs is None:
-        own_targets = [] if tree is None else [name for name in generated.index["targets"] if name not in changed]
-        show_lacks(specs, dict.fromkeys((*args.target, *own_targets)), None, args.op)
+    own_targets = [] if tree is None else [name for name in generated.index["targets"] if name not in changed]
+    shown = dict.fromkeys(() if args.specs else (*args.target, *own_targets))
+    for cell, why in generated.unfit.items():
+        if cell.split(".")[2] not in shown and selection.holds(cell):
+            console.complain(f"left out {why}")
+    show_lacks(specs, shown, None, args.op)
     return 1 if bare and not count else 0
 
 

@@ -1000,3 +1000,19 @@ def test_limits_of_every_kind_hold_for_shipped_kernels(tmp_path: Path, few: None
                 decision = decide(facts, target_facts(registry.targets["sm100"]), registry)
                 [refusal] = (each.refusal for each in decision.candidates if each.cell is cell)
                 assert re.search(rf"\d+ {what} at .* exceed the \d+ that a block can have on sm100", refusal or "")
+
+
+def test_cells_that_do_not_fit_are_told(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of an MMA family make kernels for the targets that can run them, which may be none."""
+    specs = copy_specs(tmp_path_factory.mktemp("few") / "specs", ["decode_score"])
+    row = specs / "operators/decode_score.yaml"
+    row.write_text(row.read_text().replace("tile: {stages: 4, batch: 4}", "tile: {stages: 40, batch: 4}"))
+    command = ["generate", "--specs", str(specs), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    complaints = capsys.readouterr().err
+    assert re.search(r"left out decode_score\.tilelang\.sm90\.q8k8: \d+ bytes of shared memory .* exceed", complaints)
+    assert complaints.count("left out") == 1
+    assert cli.main([*command, "--dsl", "cutedsl"]) == 0
+    assert "left out" not in capsys.readouterr().err
