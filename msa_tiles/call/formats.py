@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.call.validate import FLOATS
 from msa_tiles.quant import FP8, GROUPS, PACKED
 
 BYTES = torch.uint8  # of keys and values of 4 bits, whose scales say in which format
@@ -33,6 +34,11 @@ def stored(tensor: Tensor, scale: Tensor | None) -> str:
     if is_packed(tensor) and scale is not None and scale.dtype in _FORMATS:
         return _FORMATS[scale.dtype]
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def told_by_calls(format: str, storage: str) -> bool:
+    """Whether calls pass tensors of a format of this name and storage."""
+    return format in GROUPS or storage in (str(dtype).removeprefix("torch.") for dtype in (*FLOATS, FP8))
 
 
 def output_dtype(query: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     console.say(
         f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
     )
+    for sentence in [] if tree is None else _told_of_formats(tree, specs):
+        console.complain(sentence)
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
     if tree is not None and changed:
@@ -168,6 +170,26 @@ def _has_alone(tree: trees.Tree, specs: Specs) -> str:
         f"it has {has} alone, of which no row makes a kernel that is not there; a row of its own stands in "
         f"specs/operators/OPERATOR.yaml, with `inherits: OPERATOR`{tolerance} and `kernels:` (see docs/your-gpu.md)"
     )
+
+
+def _told_of_formats(tree: trees.Tree, specs: Specs) -> Iterator[str]:
+    """Sentences about formats of a tree whose storage does not tell a call's tensors from those of other formats."""
+    own = [each for each in specs.formats.values() if _lies_in(each.where.file, tree)]
+    for stored in own:
+        from msa_tiles.call.formats import told_by_calls  # imports torch, which few trees need here
+
+        if not told_by_calls(stored.name, stored.storage):
+            yield f"{stored.where}: no call passes tensors of the format {stored.name}, of {stored.storage}"
+            continue
+        *hidden, last = (each for each in specs.formats.values() if each.storage == stored.storage)
+        if stored.packed > 1 or not hidden or last is not stored:  # bytes of 4 bits come with the name of their format
+            continue
+        formats = ", ".join(each.name for each in hidden)
+        precisions = [p.name for p in specs.precisions.values() if any(each in hidden for each in p.roles.values())]
+        yield (
+            f"{stored.where}: {stored.name} is stored as {formats} is, in {stored.storage}, and a call does not say "
+            f"which of them: with this tree it is {stored.name}, and kernels of {', '.join(precisions)} serve no call"
+        )
 
 
 def _lies_in(file: str, tree: trees.Tree) -> bool:

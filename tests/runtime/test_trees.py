@@ -838,6 +838,30 @@ def test_a_format_of_a_tree(own_format: Path) -> None:
     assert "q16own" not in default_registry().precisions
 
 
+def test_a_format_that_calls_do_not_tell_from_others_is_said(
+    own_format: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two that are stored alike calls have the last; of bytes only those that have a name."""
+    capsys.readouterr()
+    assert cli.main(["generate", "--tree", str(own_format)]) == 0
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "rendering" not in line]
+    assert "own is stored as e4m3 is, in float8_e4m3fn, and a call does not say which" in said
+    lost = said.removesuffix(" serve no call").partition("kernels of ")[2].split(", ")
+    with msa_tiles.use_tree(own_format):
+        registry = default_registry()
+        for name, precision in registry.precisions.items():
+            storages = {role: registry.formats[each]["storage"] for role, each in precision.formats.items()
+                        if role != "output"}  # fmt: skip
+            names = {role: each for role, each in precision.formats.items() if storages.get(role) == "uint8"}
+            found = registry.precisions.get(registry.precision_of(storages | names))
+            assert (found is None or not found.agrees(precision, storages)) == (name in lost), name
+    text = (own_format / "specs/precisions.yaml").read_text()
+    text = text.replace("storage: float8_e4m3fn", "storage: int8")
+    write(own_format / "specs/precisions.yaml", text)
+    assert cli.main(["generate", "--tree", str(own_format)]) == 0
+    assert "precisions.yaml:2: no call passes tensors of the format own, of int8\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_format_of_a_tree_compiles_in_another_process(own_format: Path, own_cache: None) -> None:
     try:
