@@ -212,9 +212,26 @@ def select(args: argparse.Namespace, registry: Registry) -> tuple[Cell, ...]:
     check_filters(filters, known, registry.targets)
     cells = registry.select(**filters)
     if not cells:
-        remedy = ungenerated(registry, **filters) or "`msa-tiles support` lists all"
+        remedy = (
+            ungenerated(registry, **filters) or _served_by_others(filters, registry) or "`msa-tiles support` lists all"
+        )
         raise ValueError(f"no cell matches {filter_text(filters) or 'an empty index'}; {remedy}")
     return cells
+
+
+def _served_by_others(filters: Mapping[str, Sequence[str]], registry: Registry) -> str:
+    """Says which kernels serve calls in precisions of which an operator has none; empty where none do."""
+    from msa_tiles.runtime.pairs import precisions_of, serving_cells
+
+    told = []
+    for op in filters["op"]:
+        for name in filters["precision"]:
+            every = [each for each, of in registry.precisions.items() if name in (each, of.group)]
+            there = registry.select(op, filters["dsl"], filters["target"])
+            found = {cell.id for each in every for cell in serving_cells(op, each, registry)}
+            if serving := precisions_of(cell for cell in there if cell.id in found):
+                told.append(f"calls of {op} in {name} run kernels of {serving}, --precision {serving.replace(' ', '')}")
+    return "; ".join(told)
 
 
 def tell_changed_specs() -> None:

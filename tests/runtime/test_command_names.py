@@ -338,3 +338,24 @@ def test_an_option_before_the_command_is_told_where_it_goes(
     option = given[0].partition("=")[0]
     error = capsys.readouterr().err
     assert error == f"msa-tiles: {option} stands before the command, and options come behind it: msa-tiles {wanted}\n"
+
+
+@pytest.mark.parametrize(
+    ("op", "precision", "serving"),
+    [
+        ("index_score", "q8k4", "q16k4"),
+        ("select_blocks", "q8kmx4", "q16kmx4"),
+        ("combine", "fp8", "bf16"),
+        ("index_kl", "q16kv8", ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["support", "build", "matrix"])
+def test_a_precision_that_kernels_of_another_serve(
+    command: str, op: str, precision: str, serving: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever looks for its kernels is told which those are."""
+    assert cli.main([command, "--op", op, "--precision", precision]) == 2
+    error = capsys.readouterr().err
+    told = f"calls of {op} in {precision} run kernels of {serving}, --precision {serving}"
+    assert f"no cell matches --op {op} --precision {precision}" in error
+    assert told in error if serving else "run kernels of" not in error
