@@ -93,7 +93,11 @@ def test_selections_are_those_of_the_whole_request(kernels, batch, topk, init, l
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.drawn(3)
 def test_selections_from_many_blocks(kernels, seed):
-    """More blocks than slots: what is forced in a shard must not push out what ranks there."""
+    """More blocks than slots: what is forced in a shard must not push out what ranks there.
+
+    A fourth of the combinations for each batch: every fault in the ranking of shards that was tried shows in 7% of the
+    calls or more, and the batches make 800 of them.
+    """
     pick = random.Random(seed)
     batch = Batch(
         lengths_q=[pick.randrange(1, 8) for _ in range(3)],
@@ -109,7 +113,8 @@ def test_selections_from_many_blocks(kernels, seed):
     if seed % 2:
         batch.given_positions = [pick.randrange(-2, batch.max_end + 2) for _ in range(sum(batch.lengths_q))]
     idx_q, idx_k = indexer(batch)
-    for order, init, local, topk in itertools.product(ORDERS, (0, 2, 5), (0, 1, 3), (2, 4, 7)):
+    combinations = [*itertools.product(ORDERS, (0, 2, 5), (0, 1, 3), (2, 4, 7))]
+    for order, init, local, topk in pick.sample(combinations, 20):
         options = {"block_size": BLOCK, "init_blocks": init, "local_blocks": local, "order": order, **batch.where()}
         wanted = ops.select_blocks(idx_q, idx_k, topk, backend="reference", **options)
         equal(ops.select_blocks(idx_q, idx_k, topk, **options), wanted)
