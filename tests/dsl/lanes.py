@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor as TorchTensor
+from warps import held
 
 from msa_tiles.sources import PACKAGE
 
@@ -295,7 +296,7 @@ class _Thread:
 
     def __init__(self, cta: _Cta, index: int) -> None:
         self.cta, self.index, self.lane = cta, index, index % WARP
-        self.turn = threading.Semaphore(0)
+        self.turn = held()
         self.met = {False: 0, True: 0}
         self.passed = {False: 0, True: 0}
         self.allocations = 0
@@ -339,7 +340,7 @@ class _Cta:
         self.ready = collections.deque(self.threads)
         self.left = threads
         self.error: BaseException | None = None
-        self.done = threading.Semaphore(0)
+        self.done = held()
 
     def run(self, function: Callable[..., None], arguments: Sequence[Any]) -> None:
         workers = [

@@ -753,8 +753,8 @@ FAULTS = {
     ),
     "a tile is not waited for": Fault(f"{WAIT}tile_full + entry, (turn // TILES) & 1){CONSUMED}", f"pass{CONSUMED}"),
     "a tile is announced before all lanes have written it": Fault(ANNOUNCED, ALONE),
-    "a tile is overwritten while it is read": Fault("TILES = 4", "TILES = 3", SHORT),
-    "Q is overwritten while it is read": Fault(f"{WAIT}q_free, q_phase)", "pass", DENSE),
+    "a tile is overwritten while it is read": Fault("TILES = 4", "TILES = 3", SHORT, seed=10),
+    "Q is overwritten while it is read": Fault(f"{WAIT}q_free, q_phase)", "pass", DENSE, seed=6),
     "Q is read before it came": Fault(f"{WAIT}q_full, q_phase)", "pass"),
     "V is read before it came": Fault(f"{WAIT}full + stage, phase)\n        valid", "pass\n        valid"),
     "partial results are read before they came": Fault(

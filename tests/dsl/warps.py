@@ -1,7 +1,8 @@
 """Runs the device code of a CuTe DSL kernel on the CPU: its source as plain Python, a thread for every lane.
 
 Only one lane runs at a time; wherever lanes can wait, a seeded scheduler goes by priorities that now and then change to
-pick the next one, or the copy or product that completes. What is asynchronous reads its operands when it completes.
+pick the next one, or the copy or product that completes. The lane that waits does so itself, and hands over: to go
+through a thread for that would double the switches. What is asynchronous reads its operands when it completes.
 Memory begins as NaN, barriers count what arrives, and a state in which nobody can go on is an error.
 """
 
@@ -11,6 +12,7 @@ import ast
 import random
 import threading
 from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ class Stopped(BaseException):
     """Unwinds the lanes that are left when a run ends early."""
 
 
+def held() -> threading.Lock:
+    """A lock that another thread releases."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Machine:
     """The lanes of one thread block and what they started."""
 
@@ -39,57 +48,99 @@ class Machine:
         self.warps, self.lanes = warps, lanes
         self.random = random.Random(seed)
         self.local = threading.local()
-        # What is under way; a queue completes in order.
+        # What was started; a queue completes in order. Those that are not empty are under way.
         self.queues: dict[Any, list[Callable[[], None]]] = {}
+        self.under_way: dict[Any, list[Callable[[], None]]] = {}
         # Of warps and queues. Those above run or complete before the others, however long that takes: so races show.
         self.priorities: dict[Any, float] = {}
         self.barriers: dict[int, Barrier] = {}
-        self.meeting: dict[Any, list[int]] = {}
+        self.meeting: dict[Any, Meeting] = {}
+        self.shown: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
         self.failure: BaseException | None = None
 
     def run(self, program: Callable[[], None]) -> None:
         """All lanes run the program to its end."""
-        self.turns = [threading.Semaphore(0) for _ in range(self.warps * self.lanes)]
-        self.back = threading.Semaphore(0)
+        self.turns = [held() for _ in range(self.warps * self.lanes)]
+        self.over = held()
         self.conditions: list[Callable[[], bool] | None] = [lambda: True] * len(self.turns)
+        self.running = len(self.turns)
+        self.order = sorted(range(self.warps), key=self._priority, reverse=True)
         threads = [threading.Thread(target=self._lane, args=(i, program), daemon=True) for i in range(len(self.turns))]
         for thread in threads:
             thread.start()
-        while self.failure is None and any(self.conditions):
-            ready = {key: queue for key, queue in self.queues.items() if queue}
-            for i, condition in enumerate(self.conditions):
-                if condition and condition():
-                    ready.setdefault(i // self.lanes, []).append(i)
-            if not ready:
-                self.failure = Deadlock(f"{sum(map(bool, self.conditions))} lanes wait for ever")
-                break
-            chosen = max(ready, key=self._priority)
-            if self.random.random() < CHANGES:
-                self.priorities[chosen] = self.random.random()
-            if chosen in self.queues:
-                self.queues[chosen].pop(0)()
-            else:
-                self._resume(self.random.choice(ready[chosen]))
+        self._hand_over()
+        self.over.acquire()
         failure = self.failure
         self.failure = failure or Stopped()
-        for i, condition in enumerate(self.conditions):
+        for turn, condition in zip(self.turns, self.conditions, strict=True):
             if condition:
-                self._resume(i)
+                turn.release()
+                self.over.acquire()
         if failure is not None:
             raise failure
-        if any(self.queues.values()):
+        if self.under_way:
             raise AssertionError("something is under way when the block has left")
 
     def _priority(self, name: Any) -> float:
-        return self.priorities.setdefault(name, self.random.random())
+        if name not in self.priorities:
+            self.priorities[name] = self.random.random()
+        return self.priorities[name]
 
-    def _resume(self, index: int) -> None:
-        self.turns[index].release()
-        self.back.acquire()
+    def _next(self) -> int | None:
+        """The lane whose turn it is, when whatever comes before it is complete; none when the run is over."""
+        while self.failure is None and self.running:
+            ready: list[int] = []
+            chosen = max(self.under_way, key=self._priority, default=None)
+            for warp in self.order:
+                if chosen is not None and self.priorities[warp] < self.priorities[chosen]:
+                    break
+                first = warp * self.lanes
+                conditions = self.conditions[first : first + self.lanes]
+                # Lanes that wait for the same thing share a condition.
+                holding = {condition for condition in set(conditions) if condition and condition()}
+                if holding:
+                    ready = [i for i, condition in enumerate(conditions, first) if condition in holding]
+                    chosen = warp
+                    break
+            if chosen is None:
+                self.failure = Deadlock(f"{self.running} lanes wait for ever")
+                break
+            if self.random.random() < CHANGES:
+                self.priorities[chosen] = self.random.random()
+                self.order.sort(key=self.priorities.__getitem__, reverse=True)
+            if ready:
+                return self.random.choice(ready)
+            self._complete(chosen)
+        return None
+
+    def _complete(self, name: Any) -> None:
+        """What was started first of a queue; it is no lane's, whichever thread this is."""
+        queue = self.under_way[name]
+        action = queue.pop(0)
+        if not queue:
+            del self.under_way[name]
+        index = self.local.__dict__.pop("index", None)
+        try:
+            action()
+        finally:
+            if index is not None:
+                self.local.index = index
+
+    def _hand_over(self, own: int | None = None) -> None:
+        """Let the next lane run, or the run end; a lane that is still there comes back when it is its turn."""
+        try:
+            following = self._next()
+        except BaseException as error:
+            following, self.failure = None, self.failure or error
+        if following is not None and following == own:
+            return
+        (self.over if following is None else self.turns[following]).release()
+        if own is not None:
+            self.turns[own].acquire()
 
     def _lane(self, index: int, program: Callable[[], None]) -> None:
-        self.local.index = index
         self.turns[index].acquire()
+        self.local.index = index
         try:
             program()
         except Stopped:
@@ -97,27 +148,24 @@ class Machine:
         except BaseException as error:
             self.failure = self.failure or error
         self.conditions[index] = None
-        self.back.release()
+        self.running -= 1
+        self._hand_over()
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Let others run until the condition holds."""
-        index = self.local.index
-        self.conditions[index] = condition
-        self.back.release()
-        self.turns[index].acquire()
+        self.conditions[self.local.index] = condition
+        self._hand_over(self.local.index)
         if self.failure is not None:
             raise Stopped
 
     def meet(self, name: Any, members: int) -> None:
         """Wait for `members` lanes to come here."""
-        meetings = self.meeting.setdefault(name, [0])
-        meetings[0] += 1
-        target = -(-meetings[0] // members) * members
-        self.wait(lambda: meetings[0] >= target)
+        self.wait(self.meeting.setdefault(name, Meeting()).come(members))
 
     def later(self, queue: Any, action: Callable[[], None]) -> None:
         """Start something asynchronous; things of one queue complete in order."""
-        self.queues.setdefault(queue, []).append(action)
+        self.under_way[queue] = self.queues.setdefault(queue, [])
+        self.under_way[queue].append(action)
 
     @property
     def lane(self) -> int:
@@ -128,12 +176,27 @@ class Machine:
         return int(self.local.index) // self.lanes
 
 
+class Meeting:
+    """A place where lanes wait for each other, time and again."""
+
+    def __init__(self) -> None:
+        self.here = 0
+        self.conditions: dict[int, Callable[[], bool]] = {}
+
+    def come(self, members: int) -> Callable[[], bool]:
+        """Whether all have come that this lane waits for."""
+        self.here += 1
+        target = -(-self.here // members) * members
+        return self.conditions.setdefault(target, lambda: self.here >= target)
+
+
 class Barrier:
     """An mbarrier: arrivals and bytes of the phase under way."""
 
     def __init__(self, arrivals: int) -> None:
         self.arrivals = self.pending = arrivals
         self.bytes = self.phase = 0
+        self.conditions = tuple(partial(self.passed, parity) for parity in range(2))
 
     def arrive(self, size: int = 0) -> None:
         assert self.pending > 0, "more arrivals than the barrier was made for"
@@ -235,12 +298,12 @@ class Arch:
     def gather(self, value: Any) -> list[Any]:
         """The values of all lanes of the warp."""
         machine = self.machine
-        box = machine.meeting.setdefault(("values", machine.warp), [{}, {}])  # type: ignore[list-item]
+        box = machine.shown.setdefault(machine.warp, ({}, {}))
         turn = machine.local.__dict__.setdefault("turn", 0)
         machine.local.turn = turn ^ 1
-        box[turn][machine.lane] = value  # type: ignore[index]
+        box[turn][machine.lane] = value
         self.sync_warp()
-        return [box[turn][lane] for lane in range(machine.lanes)]  # type: ignore[index]
+        return [box[turn][lane] for lane in range(machine.lanes)]
 
     def elected(self) -> bool:
         """One lane of the warp; elect.sync waits for all of them."""
@@ -257,8 +320,7 @@ class Arch:
         self.machine.barriers[barrier.place] = Barrier(arrivals)
 
     def mbarrier_wait(self, barrier: Pointer, parity: int) -> None:
-        found = self.machine.barriers[barrier.place]
-        self.machine.wait(lambda: found.passed(parity))
+        self.machine.wait(self.machine.barriers[barrier.place].conditions[parity])
 
     def mbarrier_arrive(self, barrier: Pointer) -> None:
         self.machine.barriers[barrier.place].arrive()
@@ -335,12 +397,17 @@ class Elections(ast.NodeTransformer):
 
 def load(path: Path, source: str | None = None, **names: Any) -> dict[str, Any]:
     """Run a module, or `source` in its place, without its imports, which `names` stand in for."""
-    tree = Elections().visit(ast.parse(source or path.read_text()))
-    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     namespace = dict(names)
-    # This module's own `annotations` feature holds for what it compiles: annotations name types that are not there.
-    exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), namespace)
+    exec(_code(path, source or path.read_text()), namespace)
     return namespace
+
+
+@lru_cache
+def _code(path: Path, source: str) -> Any:
+    tree = Elections().visit(ast.parse(source))
+    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    # This module's own `annotations` feature holds for what it compiles: annotations name types that are not there.
+    return compile(ast.fix_missing_locations(tree), str(path), "exec")
 
 
 def tables(chip: Any) -> dict[str, Any]:
