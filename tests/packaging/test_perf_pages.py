@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import runpy
 import signal
@@ -75,8 +76,11 @@ def test_a_step_that_is_late_says_how_far_it_came(tmp_path: Path) -> None:
     text = (ROOT / "perf/steps.py").read_text()
     start, end = text.index("STEPS = ("), text.index("def run(")
     slow = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('half of it')"
-    steps = f"(Step('slow', 3, (sys.executable, '-c', {slow!r})), Step('quick', 9, (sys.executable, '-c', 'print(7)')))"
-    text = text[:start] + f"STEPS = {steps}\n\n\n" + text[end:]
+    commands = {"slow": slow, "quick": "print(7)", "timed": "print(8)"}
+    steps = [
+        f"Step({name!r}, 3, (sys.executable, '-c', {code!r}), {name == 'timed'})" for name, code in commands.items()
+    ]
+    text = text[:start] + f"STEPS = ({', '.join(steps)})\n\n\n" + text[end:]
     program.write_text(text.replace("Path(__file__).resolve().parents[1]", "Path(__file__).resolve().parent"))
     run = [sys.executable, str(program), "--out", str(tmp_path / "out")]
     # As a shell starts it in the background.
@@ -86,5 +90,12 @@ def test_a_step_that_is_late_says_how_far_it_came(tmp_path: Path) -> None:
     assert [line.split() for line in first.stdout.splitlines()] == [
         ["slow", "late", "3", "s", "half", "of", "it"],
         ["quick", "0", "0", "s", "7"],
+        ["timed", "0", "0", "s", "8"],
     ]
     assert "quick" not in subprocess.run(run, capture_output=True, text=True).stderr
+    # Side by side the late one holds up what takes times, and nothing else.
+    lanes = subprocess.run([*run[:-1], str(tmp_path / "beside"), "--lanes", "2"], capture_output=True, text=True)
+    began = re.findall(r"^(\w+): up to", lanes.stderr, re.MULTILINE)
+    assert set(began[:2]) == {"slow", "quick"} and began[2] == "timed"
+    ended = list(json.loads((tmp_path / "beside/steps.json").read_text()))
+    assert ended == ["quick", "slow", "timed"]
