@@ -711,13 +711,13 @@ FAULTS = {
         "        warpgroup.wait_group(0)\n"
         "        arrive(shared.free + used)\n",
         DENSE,
-        seed=10,
+        seed=12,
     ),
     "K is given back before its product is made": Fault(
         "        warpgroup.wait_group(0)\n        arrive(shared.free + used)\n",
         "        arrive(shared.free + used)\n        warpgroup.wait_group(0)\n",
         DENSE,
-        seed=6,
+        seed=9,
     ),
     "V is given back before its product is made": Fault(
         WEIGHED + "        return stage, phase, used\n",
@@ -727,6 +727,7 @@ FAULTS = {
         "            arrive(shared.free + held)\n"
         "        return stage, phase, used\n",
         DENSE,
+        seed=1,
     ),
     "O is read before its last product is made": Fault(
         "        if cutlass.const_expr(last):\n            warpgroup.wait_group(0)\n",
@@ -734,10 +735,10 @@ FAULTS = {
         seed=4,
     ),
     "P is overwritten before its product is made": Fault(
-        "            warpgroup.wait_group(1)\n", "            warpgroup.wait_group(2)\n", seed=22
+        "            warpgroup.wait_group(1)\n", "            warpgroup.wait_group(2)\n", seed=26
     ),
     "staged rows are given back before they have left": Fault(
-        "cute.arch.cp_async_bulk_wait_group(0, read=True)\n            if staged", "if staged"
+        "cute.arch.cp_async_bulk_wait_group(0, read=True)\n            if staged", "if staged", seed=4
     ),
     "the last rows have not left when the block ends": Fault(
         "wait_group(0)\n        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
