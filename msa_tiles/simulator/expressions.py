@@ -80,8 +80,12 @@ _NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 def _one_nan(value: Any) -> Any:
     is_nan = value != value
     if isinstance(is_nan, np.ndarray):
-        return np.where(is_nan, _NAN, value) if is_nan.any() else value
+        return np.where(is_nan, _NAN, value) if np.count_nonzero(is_nan) else value
     return _NAN if is_nan else value
+
+
+def _value(literal: Any) -> int | bool:
+    return bool(literal.value) if str(literal.dtype) == "bool" else int(literal.value)
 
 
 class Expressions:
@@ -121,6 +125,9 @@ class Expressions:
 
     def _pair(self, left: Any, right: Any, function: Callable[[Any, Any], Any]) -> Closure:
         a, b = self(left), self(right)
+        if type(right).__name__ == "IntImm":
+            constant = _value(right)
+            return lambda f: function(a(f), constant)
         return lambda f: function(a(f), b(f))
 
     def _arithmetic(self, node: Any, kind: str) -> Closure:
@@ -135,14 +142,14 @@ class Expressions:
             if dtype != np.float32 or kind in ("Min", "Max"):
                 return value
             return lambda f: _one_nan(value(f))
-        a, b = self(left), self(right)
         if dtype == np.bool_:
-            return lambda f: function(a(f), b(f))
+            return self._pair(left, right, function)
         low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        value_of = self._pair(left, right, function)
 
         def integer(f: Frame) -> Any:
             try:
-                value = function(a(f), b(f))
+                value = value_of(f)
             except ZeroDivisionError:
                 raise SimulationError(f"division by zero in {node}") from None
             if type(value) is int and not low <= value <= high:
@@ -152,7 +159,7 @@ class Expressions:
         return integer
 
     def _IntImm(self, node: Any) -> Closure:
-        value = bool(node.value) if str(node.dtype) == "bool" else int(node.value)
+        value = _value(node)
         return lambda f: value
 
     def _FloatImm(self, node: Any) -> Closure:
@@ -262,10 +269,14 @@ class Expressions:
             if self.inner is not None:
                 name = info.name
                 return lambda f, index: uniform(f.role.locals[key].load(f, index), name)
-            return lambda f, *rest: getattr(f.role.locals[key], method)(f, *rest)
+            if method == "load":
+                return lambda f, index: f.role.locals[key].load(f, index)
+            return lambda f, index, value: f.role.locals[key].store(f, index, value)
         if info.scope == "local.fragment" and self.inner is None:
             raise UnsupportedError(f"{info.name}: a fragment element outside a parallel loop")
-        return lambda f, *rest: getattr(f.cta.memory[key], method)(f, *rest)
+        if method == "load":
+            return lambda f, index: f.cta.memory[key].load(f, index)
+        return lambda f, index, value: f.cta.memory[key].store(f, index, value)
 
     def ramp(self, node: Any) -> int:
         """Number of elements of a vector index with step 1."""

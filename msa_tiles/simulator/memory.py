@@ -6,6 +6,7 @@ lanes. Shared memory is in `shared`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +35,9 @@ def inside(frame: Frame, index: Index, shape: tuple[int, ...], name: str) -> tup
     for dim, (i, extent) in enumerate(zip(index, shape, strict=True)):
         if isinstance(i, np.ndarray):
             same = False
-            wild = (i < 0) | (i >= extent)
-            if wild.any():
+            # As unsigned numbers those below zero are past every extent.
+            wild = i.view(np.uint32) >= extent if i.dtype == np.int32 else (i < 0) | (i >= extent)
+            if np.count_nonzero(wild):
                 bad = wild if frame.mask is None else wild & frame.mask
                 if bad.any():
                     first = np.broadcast_to(i, bad.shape)[bad].flat[0]
@@ -50,9 +52,15 @@ def inside(frame: Frame, index: Index, shape: tuple[int, ...], name: str) -> tup
 def active_lanes(frame: Frame, arrays: Sequence[Any]) -> list[np.ndarray]:
     """Each value as a flat array over the active lanes."""
     if frame.mask is None:
-        return [np.broadcast_to(a, frame.shape).reshape(-1) for a in arrays]
-    mask = np.broadcast_to(frame.mask, frame.shape)
-    return [np.broadcast_to(a, frame.shape)[mask] for a in arrays]
+        count = math.prod(frame.shape)
+        return [_spread(a, frame.shape).reshape(-1) if isinstance(a, np.ndarray) else np.full(count, a) for a in arrays]
+    mask = _spread(frame.mask, frame.shape)
+    count = int(np.count_nonzero(mask))
+    return [_spread(a, frame.shape)[mask] if isinstance(a, np.ndarray) else np.full(count, a) for a in arrays]
+
+
+def _spread(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return array if array.shape == shape else np.broadcast_to(array, shape)
 
 
 def scatter(array: np.ndarray, where: tuple[np.ndarray, ...], values: np.ndarray, name: str) -> None:
@@ -141,7 +149,7 @@ class LocalMemory:
         self.common: list[Any] = [None] * size
 
     def load(self, frame: Frame, index: Index) -> Any:
-        checked, same = inside(frame, index, self.shape, self.name)
+        checked, same = self._inside(frame, index)
         if same:
             place = self._flat(checked)
             value = self.common[place]
@@ -154,7 +162,7 @@ class LocalMemory:
         return self.array[self._flat(checked), lanes]
 
     def store(self, frame: Frame, index: Index, value: Any) -> None:
-        checked, same = inside(frame, index, self.shape, self.name)
+        checked, same = self._inside(frame, index)
         if not same:
             self._spread_all()
             lanes = np.arange(self.array.shape[1]) if frame.lanes is None else frame.lanes
@@ -177,7 +185,13 @@ class LocalMemory:
             lanes = frame.lanes if frame.mask is None else frame.lanes[frame.mask]
             row[lanes] = value[frame.mask] if isinstance(value, np.ndarray) and frame.mask is not None else value
 
-    def _flat(self, index: list[Any]) -> Any:
+    def _inside(self, frame: Frame, index: Index) -> tuple[Index, bool]:
+        """As `inside`; a variable's only element, or a literal place of an array, takes the short way."""
+        if len(index) == 1 and type(index[0]) is int and 0 <= index[0] < self.shape[0]:
+            return index, True
+        return inside(frame, index, self.shape, self.name)
+
+    def _flat(self, index: Index) -> Any:
         place = index[0]
         for i, extent in zip(index[1:], self.shape[1:], strict=True):
             place = place * extent + i
