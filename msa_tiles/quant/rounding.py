@@ -27,6 +27,12 @@ def e2m1_codes(values: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """uint8 codes 0 to 15 -> float32."""
+    # Worked out for each code once: the table comes to be on the device, and nothing is copied there.
+    table = _values_of(torch.arange(16, dtype=torch.uint8, device=codes.device))
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _values_of(codes: Tensor) -> Tensor:
     exponent, mantissa = codes >> 1 & 3, codes & 1
     whole = mantissa + 2 * (exponent > 0)
     size = (whole << (exponent.clamp_min(1) - 1)).to(torch.float32) / 2
