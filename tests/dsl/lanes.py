@@ -213,10 +213,12 @@ class Tensor:
             for size in self.shape:
                 left, at = divmod(left, size)
                 places = (*places, at)
-        for at, size in zip(places, self.shape, strict=True):
+        offset = self.offset
+        for at, size, step in zip(places, self.shape, self.stride, strict=True):
             if not 0 <= at < size:
                 raise IndexError(f"{places} is outside of {self.shape}")
-        return self.offset + sum(int(at) * step for at, step in zip(places, self.stride, strict=True))
+            offset += int(at) * step
+        return offset
 
 
 def tensor_of(values: TorchTensor) -> Tensor:
@@ -299,22 +301,22 @@ class _Thread:
         self.turn = held()
         self.met = {False: 0, True: 0}
         self.passed = {False: 0, True: 0}
+        self.access = _Access(index, 0, 0)  # what it would be now
         self.allocations = 0
-
-    def access(self) -> _Access:
-        return _Access(self.index, self.passed[True], self.passed[False])
 
     def barrier(self, whole: bool) -> None:
         """Wait for all threads of the warp (or CTA), and see what they wrote."""
         self.meet("barrier" if whole else "warp barrier", whole=whole)
         self.passed[whole] += 1
+        self.access = _Access(self.index, self.passed[True], self.passed[False])
 
     def meet(self, name: str, value: Any = None, whole: bool = False) -> list[Any]:
         """The values of all threads of the warp (or CTA), once each has come here."""
         group = self.cta.group if whole else self.cta.warps[self.index // WARP]
         number = self.met[whole]
         self.met[whole] += 1
-        meeting = group.meetings.setdefault(number, _Meeting(group.size))
+        if (meeting := group.meetings.get(number)) is None:
+            meeting = group.meetings[number] = _Meeting(group.size)
         meeting.names.add(name)
         meeting.values[self.index % group.size] = value
         if len(meeting.here) + 1 < group.size:
@@ -408,7 +410,7 @@ def thread() -> int:
 
 
 def _access() -> _Access:
-    return _HERE.thread.access()
+    return _HERE.thread.access  # type: ignore[no-any-return]
 
 
 def _lane_values(name: str, value: Any, lane_of: Callable[[int], int]) -> Any:
