@@ -1,8 +1,9 @@
-"""Run in a process of its own: calls of every operator, or of `combine` alone, reach the driver.
+"""Run in a process of its own: calls of every operator, of some (`combine,topk_select`) or of `combine` alone.
 
 `launches.py points DSL all` prints the kernels that the calls take, as `msa-tiles pack --points` reads them;
-`dsl DSL all LIBRARY` launches them with the runtime of their DSL, `pack DSL all|combine` with packs, which are found as
-they are by default, and `beside DSL all LIBRARY` with packs in a process that has the runtime of the DSL too. A launch
+`dsl DSL all LIBRARY` launches them with the runtime of their DSL, `pack DSL all` with packs, which are found as they
+are by default, and `beside DSL all LIBRARY` with packs in a process that has the runtime of the DSL too. Instead of
+`all` there may be names of operators: of all calls only their kernels are launched. `combine` is called alone. A launch
 that fails ends it: what was raised is printed.
 
 The driver is the fake one, which writes what it is asked for. CPU tensors travel as tensors of cuda:0 at made-up
@@ -84,14 +85,18 @@ def raised(library: ctypes.CDLL) -> str:
 
 
 class Launcher:
-    """Stands in for `runtime.find_kernel`, for one DSL's kernels."""
+    """Stands in for `runtime.find_kernel`, for one DSL's kernels of these operators, or of all (None)."""
 
-    def __init__(self, dsl: str, load: Callable[[str, Any, Cell, dict[str, int]], Any] | None) -> None:
-        self.dsl, self.load = dsl, load
+    def __init__(
+        self, dsl: str, load: Callable[[str, Any, Cell, dict[str, int]], Any] | None, operators: set[str] | None
+    ) -> None:
+        self.dsl, self.load, self.operators = dsl, load, operators
         self.points: dict[str, dict[str, Any]] = {}
         self.functions: dict[str, Any] = {}
 
     def find_kernel(self, op: str, facts: Any, backend: str = "auto", *, helper: bool = False) -> Callable[..., None]:
+        if self.operators is not None and op not in self.operators:
+            return lambda *_arguments: None
         cell = default_registry().select(op=op, dsl=self.dsl, target="sm90", precision=facts.precision)[0]
         variant, misfit = fit_variant(cell, facts.variant)
         assert misfit is None, misfit
@@ -236,7 +241,7 @@ def main(mode: str, dsl: str, what: str, library: str = "") -> None:
             "beside": lambda: (load_runtime(dsl, Path(library)), of_pack(dsl, patch))[1],
             "pack": lambda: of_pack(dsl, patch),
         }
-        launcher = Launcher(dsl, loaders[mode]())
+        launcher = Launcher(dsl, loaders[mode](), None if what == "all" else set(what.split(",")))
         patch.setattr(backends, "runs_reference", lambda backend, device: backend == "reference")
         patch.setattr(runtime, "find_kernel", launcher.find_kernel)
         properties = types.SimpleNamespace(multi_processor_count=132)
