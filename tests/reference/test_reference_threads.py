@@ -153,7 +153,7 @@ def test_attention_is_as_fast_on_torchs_threads_as_on_one() -> None:
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "kv_heads"),
-    [(256, 16384, 16, 1), pytest.param(1024, 16384, 64, 4, marks=pytest.mark.slow)],
+    [(256, 16384, 16, 1), (256, 16384, 64, 4)],
 )
 @pytest.mark.slow  # it times torch's attention
 def test_attention_is_not_slower_than_torchs_with_a_mask(queries: int, keys: int, heads: int, kv_heads: int) -> None:
@@ -169,6 +169,9 @@ def test_attention_is_not_slower_than_torchs_with_a_mask(queries: int, keys: int
             queries_first, keys_first, values_first, attn_mask=mask, enable_gqa=True
         )[0].transpose(0, 1)
 
-    close(ops.sparse_attention(q, k, v, ids), masked(), terms=softmax_terms(16 * 128, 128, 8.0))
-    ours, torchs = seconds(lambda: ops.sparse_attention(q, k, v, ids), masked, times=2)
+    found: dict[str, torch.Tensor] = {}
+    ours, torchs = seconds(
+        lambda: found.update(ours=ops.sparse_attention(q, k, v, ids)), lambda: found.update(torchs=masked()), times=2
+    )
+    close(found["ours"], found["torchs"], terms=softmax_terms(16 * 128, 128, 8.0))
     assert ours < torchs
