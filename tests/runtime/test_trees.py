@@ -898,6 +898,7 @@ def test_a_kernel_of_a_tree_compiles_and_its_audit_is_recorded_there(
 LIMITS = "target: sm90\ninherits: sm90\nshared_memory: {per_block: 166912, per_sm: 167936}\n"
 
 
+@pytest.mark.slow
 def test_a_tree_that_changes_the_limits_of_a_shipped_target(
     tmp_path: Path, few: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
