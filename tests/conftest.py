@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from order import longest_first
 from rehearsal import Rehearsal
 from seeds import MANY_SEEDS, QUICK, SHARE, Seeds, numbers_of, seed_all
 
@@ -90,6 +91,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU its tests are left out, and skipped where nothing else was asked for: thousands of reports cost."""
     _draw(items)
+    if hasattr(config, "workerinput"):  # of xdist: what is alone keeps its order
+        longest_first(items)
     found = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if found else None
     if reason is None:
