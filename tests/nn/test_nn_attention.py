@@ -35,8 +35,8 @@ def packed(lengths=LENGTHS):
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def hidden_of(total=32, dtype=torch.float32):
-    return torch.randn(total, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+def hidden_of(total=32, dtype=torch.float32, seed=1):
+    return torch.randn(total, 20, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def norm(x, weight):
@@ -163,7 +163,15 @@ def test_the_switch_changes_attention_and_not_the_selection():
 @pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
 @pytest.mark.drawn(1)
 def test_compiled_checkpointed_and_under_autocast(warmup):
-    layer, hidden = layer_of(warmup), hidden_of()
+    layer = layer_of(warmup)
+
+    def selected(x, cast):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            return layer(x, cu_seqlens=packed(), return_block_indices=True).block_indices
+
+    # Where two blocks score alike, rounding turns the choice, and gradients are those of another block: one draw in 16.
+    draws = (hidden_of(seed=seed) for seed in range(1, 9))
+    hidden = next(x for x in draws if torch.equal(selected(x, True), selected(x, False)))
 
     def gradients(run):
         layer.zero_grad()
@@ -187,7 +195,8 @@ def test_compiled_checkpointed_and_under_autocast(warmup):
         close(compiled[name], want, terms=TERMS)
         torch.testing.assert_close(replayed[name], want, rtol=0, atol=0)
         assert rounded[name].dtype == torch.float32
-        assert torch.cosine_similarity(rounded[name].flatten(), want.flatten(), dim=0) > 0.97, name
+        # Scores of about 20, rounded to eight bits, are off by 0.08, weights by as much of themselves.
+        assert torch.cosine_similarity(rounded[name].flatten(), want.flatten(), dim=0) > 0.99, name
 
 
 def test_the_example_of_the_readme_runs_and_does_what_its_comments_say(monkeypatch):

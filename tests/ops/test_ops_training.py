@@ -331,13 +331,19 @@ class TestAutocast:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return training_loss(**x)
 
-        found, wanted = gradients(loss, tensors()), gradients(training_loss, tensors())
+        def selected(data, dtype):
+            return ops.select_blocks(data["idx_q"].to(dtype), data["idx_k"].to(dtype), 2, **OPTIONS)
+
+        # Where two blocks score alike, rounding turns the choice, and gradients are those of another block.
+        draws = (tensors(seed=seed) for seed in range(8))
+        data = next(x for x in draws if torch.equal(selected(x, torch.float32), selected(x, torch.bfloat16)))
+        found, wanted = gradients(loss, data), gradients(training_loss, data)
         for name, gradient in found.items():
             assert gradient.dtype == torch.float32
             assert torch.cosine_similarity(gradient.flatten(), wanted[name].flatten(), dim=0) > 0.999, name
             assert not torch.equal(gradient, wanted[name]), name
         torch._dynamo.reset()
-        same(gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"), tensors()), found)
+        same(gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"), data), found)
 
     def test_the_tensors_are_cast_and_the_steps_inside_are_not(self):
         data = tensors()
