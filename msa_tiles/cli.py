@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in subparsers.choices.values():
         add_tree(each)
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        os.getcwd()
+    except OSError as error:
+        console.complain(f"msa-tiles: the working directory cannot be read ({error.strerror}): change to one that can")
+        return 2
     if given and not given[0].startswith("-") and given[0] not in subparsers.choices:
         console.complain(f"msa-tiles: {unknown('command', given[0], subparsers.choices)}")
         return 2

@@ -258,7 +258,9 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
         present = json.loads(_read(out / INDEX) or '{"cells": []}')
         kept = {cell["id"]: cell for cell in present["cells"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{out / INDEX} is no index of kernels; run `msa-tiles generate` without filters") from error
+        raise ValueError(
+            f"{out / INDEX} is no index of kernels; the same command without filters writes it anew"
+        ) from error
     cells = [
         cell if selection.holds(cell["id"]) else kept[cell["id"]]
         for cell in generated.index["cells"]

@@ -96,9 +96,8 @@ def run(args: argparse.Namespace) -> int:
         console.table([columns, *(_line(row) for row in made)])
         good = "compiled and audited" if args.audit else "compiled"
         console.say(f"{len(jobs) - len(failed)} of {len(jobs)} variants are {good}")
-    if args.audit and not args.variant:
-        _record(installed, failed, registry)
-    return 1 if failed else 0
+    unrecorded = args.audit and not args.variant and not _record(installed, failed, registry)
+    return 1 if failed or unrecorded else 0
 
 
 def _own(args: argparse.Namespace, cells: Sequence[Cell]) -> Sequence[Cell]:
@@ -210,8 +209,8 @@ def _jobs(call: str, registry: Registry, target: str) -> list[Job]:
         raise
 
 
-def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -> None:
-    """Keep which cells passed, with the digests that they have now, in `compiled.json`."""
+def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -> bool:
+    """Keep in `compiled.json` which cells passed, with the digests that they have now; whether it could be written."""
     import datetime
 
     from msa_tiles.codegen.toolchain import PINS
@@ -238,8 +237,11 @@ def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -
         evidence.record_compiled(registry.directory, entries)
     except ValueError as error:
         console.complain(f"nothing is recorded: {error}")
+        return False
     except OSError as error:
         console.complain(f"{registry.directory / evidence.COMPILED} cannot be written ({error.strerror})")
+        return False
+    return True
 
 
 def _resources(entry: Entry | None) -> tuple[int | None, int | None]:

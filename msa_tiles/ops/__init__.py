@@ -1,6 +1,6 @@
 """The public operators. CPU tensors run on `msa_tiles.reference`, CUDA tensors on generated kernels.
 
-Every operator takes the same keyword arguments that say where things are:
+Operators over requests take the same keyword arguments that say where things are:
 
 - ``cu_seqlens_q``, ``cu_seqlens_k`` int32 [B + 1]: requests packed one after another. Without them the tensors are one
   sequence.

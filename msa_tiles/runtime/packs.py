@@ -126,9 +126,11 @@ def read(directory: Path) -> Pack:
 def use(path: str | os.PathLike[str]) -> Pack:
     """Look for kernels in this pack first, from now on.
 
-    Raises PackError when it cannot be used here.
+    Raises PackError when it cannot be used here, or a file of it is not what was packed.
     """
     pack = read(Path(path).expanduser().resolve())
+    for name in pack.manifest["sha256"]:
+        pack.checked(name)
     with _lock:
         _named[:] = [pack, *(other for other in _named if other.directory != pack.directory)]
     return pack
@@ -179,7 +181,10 @@ def _mismatch(packed: Packed, cell: Cell) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _listed(text: str) -> tuple[Pack, ...]:
     places = [place for place in text.split(os.pathsep) if place]
-    return tuple(read(Path(place).expanduser().resolve()) for place in places)
+    try:
+        return tuple(read(Path(place).expanduser().resolve()) for place in places)
+    except PackError as error:
+        raise PackError(f"{VARIABLE}: {error}") from error
 
 
 @functools.lru_cache(maxsize=1)

@@ -201,17 +201,23 @@ def test_a_damaged_library_is_never_loaded(
     write: Callable, cell: Cell, monkeypatch: pytest.MonkeyPatch, file: str, damage: Callable
 ) -> None:
     directory = write()
-    damage(directory / file)
     packs.use(directory)
+    damage(directory / file)
     found = packs.find(cell, VARIANT)
     assert found is not None
     loaded = []
     monkeypatch.setattr(ctypes, "CDLL", lambda path, **_mode: loaded.append(path))
     monkeypatch.setattr(packed, "_open", [] if file == "runtime.so" else [lambda _description: None])
     monkeypatch.setattr(packed, "_driver", lambda: None)
-    with pytest.raises(PackError, match=rf"{directory / file} (is not what manifest\.json says|cannot be read).*again"):
+    complaint = rf"{directory / file} (is not what manifest\.json says|cannot be read).*again"
+    with pytest.raises(PackError, match=complaint):
         packed.load(found)
     assert loaded == []
+    with pytest.raises(PackError, match=complaint):
+        packs.use(directory)
+    monkeypatch.setenv(packs.VARIABLE, str(directory / "nowhere"))
+    with pytest.raises(PackError, match=rf"^{packs.VARIABLE}: \S+nowhere is no pack"):
+        packs.active()
 
 
 def test_the_range_is_that_of_the_dependencies() -> None:

@@ -183,6 +183,29 @@ def test_build_refuses_filters_that_match_nothing(capsys: pytest.CaptureFixture[
     assert cli.main(["build", "--jobs", "0"]) == 2
 
 
+def test_an_audit_that_cannot_be_recorded_is_no_success(
+    capsys: pytest.CaptureFixture[str], generated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "msa_tiles.runtime.build.build", lambda jobs, *_, **__: [Outcome(j, None, 0.0, ()) for j in jobs]
+    )
+    (generated / "compiled.json").mkdir()
+    assert cli.main(["build", "--audit"]) == 1
+    assert "compiled.json" in capsys.readouterr().err
+    assert cli.main(["build"]) == 0
+
+
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["support"]) == 2
+    assert "the working directory cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
 def test_build_of_one_variant_is_audited_and_not_recorded(
     capsys: pytest.CaptureFixture[str], generated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
