@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from installed import first_missing
 
 from msa_tiles import cli
 from msa_tiles.pack import wheel
@@ -35,9 +35,8 @@ NOT_THERE = ("tilelang", "tvm.", "z3", "nvidia", "cutlass", "msa_tiles", "__edit
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for needed in ("pip", "hatchling"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"building a wheel here needs {needed}")
+    if needed := first_missing("pip", "hatchling"):
+        pytest.skip(f"building a wheel here needs {needed}")
     try:
         for dsl in ("tilelang", "cutedsl"):
             toolchain.require_compiler(dsl)

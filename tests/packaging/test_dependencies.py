@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import random
@@ -13,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from installed import first_missing
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -164,7 +164,7 @@ DRAWN = 3
 @pytest.fixture(scope="module")
 def with_server_cutedsl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a virtual environment with the CuTe DSL of the servers in front of this environment's packages."""
-    if importlib.util.find_spec("pip") is None:
+    if first_missing("pip"):
         pytest.skip("installing another CuTe DSL needs pip")
     home = tmp_path_factory.mktemp("server") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pages
 import pytest
 import torch
+from installed import first_missing
 
 from msa_tiles.runtime import toolchain
 
@@ -26,9 +27,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from this checkout, without reaching for an index."""
-    for needed in ("pip", "hatchling"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"building a wheel here needs {needed}")
+    if needed := first_missing("pip", "hatchling"):
+        pytest.skip(f"building a wheel here needs {needed}")
     directory = tmp_path_factory.mktemp("dist")
     command = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
