@@ -228,12 +228,20 @@ def test_processes_and_threads_compile_a_kernel_once(
         before = compile_count()
         barrier.wait(60)
         found: list[Entry] = []
-        threads = [threading.Thread(target=lambda: found.append(ready(cute, target))) for _ in range(2)]
+        errors: list[str] = []
+
+        def begin() -> None:
+            try:
+                found.append(ready(cute, target))
+            except BaseException as error:
+                errors.append(repr(error))
+
+        threads = [threading.Thread(target=begin) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        counts.put((compile_count() - before, len({entry.directory for entry in found}), len(found)))
+        counts.put((compile_count() - before, len({entry.directory for entry in found}), len(found), errors))
 
     processes = [context.Process(target=serve) for _ in range(4)]
     for process in processes:
@@ -241,8 +249,9 @@ def test_processes_and_threads_compile_a_kernel_once(
     results = [counts.get(timeout=240) for _ in processes]
     for process in processes:
         process.join(30)
-    assert sum(compiled for compiled, _, _ in results) == 1
-    assert {(directories, found) for _, directories, found in results} == {(1, 2)}
+    assert not [error for *_, errors in results for error in errors]
+    assert sum(compiled for compiled, *_ in results) == 1
+    assert {(directories, found) for _, directories, found, _ in results} == {(1, 2)}
 
 
 def ready(cell: Cell, target: Target) -> Entry:
