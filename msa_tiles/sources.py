@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msa_tiles.syntax import tree_of
+
 PACKAGE = Path(__file__).resolve().parent
 _HELPERS = "msa_tiles.dsl"
 OPERANDS = ".operands"
@@ -37,7 +39,7 @@ def _sha256_of(name: str, source: str) -> bytes:
 @functools.lru_cache(maxsize=4)  # not more: each garbage collection would look at every node of every tree
 def parsed(source: str) -> ast.Module:
     """A module's syntax tree, for all who read one source one after the other: not to be changed."""
-    return ast.parse(source)
+    return tree_of(source)
 
 
 class _Read(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
 from msa_tiles.sources import OPERANDS, PACKAGE, module_file, parsed
+from msa_tiles.syntax import tree_of
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "table_of"]
 
@@ -57,7 +58,7 @@ def constants_of(file: Path, package: Path = PACKAGE) -> Mapping[str, Any]:
 
 def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
     """The docstring of the class of this name in a file, or in the helper that the file imports it from, if any."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in tree_of(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return ast.get_docstring(node)
         if isinstance(node, ast.ImportFrom):

@@ -34,6 +34,7 @@ from msa_tiles.codegen.plan import CellError, KernelPlan
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
+from msa_tiles.syntax import expression_of
 from msa_tiles.tables import Table, TableError, constants_of, describe, docstring_of, table_of
 
 SKELETONS = Path(__file__).parent / "skeletons"
@@ -297,7 +298,7 @@ def _marked_line(line: str, number: int, file: str) -> str:
 
 def _is_literal(text: str) -> bool:
     try:
-        ast.literal_eval(text)
+        ast.literal_eval(expression_of(text))
     except (ValueError, SyntaxError):
         return False
     return True

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from msa_tiles.runtime.registry import Cell
 from msa_tiles.sources import module_file
+from msa_tiles.syntax import tree_of
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -218,7 +219,7 @@ class _Scope:
 
 @functools.lru_cache(maxsize=128)
 def _parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+    return tree_of(text)
 
 
 def _file(path: Path) -> ast.Module:

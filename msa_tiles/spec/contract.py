@@ -28,6 +28,7 @@ from msa_tiles.spec.rows import read_rows
 from msa_tiles.spec.source import Fields, Node
 from msa_tiles.spec.work import QUANTITIES, describe
 from msa_tiles.spec.workloads import parameter_value, read_workloads
+from msa_tiles.syntax import tree_of
 
 T = TypeVar("T")
 MOST_TOLD = 8  # pairs of values that never meet
@@ -157,7 +158,7 @@ def _reference(node: Node) -> str:
 def _references() -> tuple[str, ...]:
     """What `msa_tiles.reference` exports, read from its text: importing it would import torch."""
     text = (Path(__file__).parents[1] / "reference" / "__init__.py").read_text(encoding="utf-8")
-    for statement in ast.parse(text).body:
+    for statement in tree_of(text).body:
         if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["__all__"]:
             return tuple(ast.literal_eval(statement.value))
     raise RuntimeError("msa_tiles.reference does not say what it exports")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msa_tiles.spec.source import Node
+from msa_tiles.syntax import expression_of
 
 _BINARY: dict[type, Callable] = {
     ast.Add: operator.add,
@@ -87,7 +88,7 @@ class Expression:
 @functools.lru_cache(maxsize=1024)
 def _parse(source: str) -> ast.expr:
     try:
-        return ast.parse(source.strip(), mode="eval").body
+        return expression_of(source.strip())
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ExpressionError(f"{source!r} is not an expression") from error
 
