@@ -19,6 +19,8 @@ class _Imported:
         self._name, self._reason = name, reason
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks whatever stands in a test file whether it is a fixture
+            raise AttributeError(name)
         return getattr(pytest.importorskip(self._name, reason=self._reason), name)
 
 
