@@ -7,7 +7,7 @@ and its `tolerance`, whose precisions are: the parent's rows need theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msa_tiles.spec.mistakes import Mistakes
@@ -36,7 +36,7 @@ class Heir(Node):
 class Single(Node):
     """A file's mapping that inherits nothing, and the files that it could inherit from: it may have forgotten to."""
 
-    others: Mapping[str, Node]
+    others: Mapping[str, Node] = field(compare=False)  # what is read of two that differ here is the same, if anything
 
     def known(self, required: Iterable[str], known: Sequence[str], mistakes: Mistakes) -> dict[str, Node]:
         own, required = self.entries(), tuple(required)

@@ -64,9 +64,7 @@ def _load(specs_dir: Path, above: Sequence[Path], mistakes: Mistakes) -> Specs:
     mistakes.each(_refuse_others, above)
     mistakes.read(lambda: read_precisions(*map(read, precision_files), partly=partly))
     targets = _read_all(mistakes, target_files, read_target, any_name=True)
-    operators = _read_all(
-        mistakes, operator_files, lambda root, name: read_operator(root, name, rows.setdefault(name, []))
-    )
+    operators = _read_all(mistakes, operator_files, lambda root, name: _operator(root, name, rows))
     mistaken = Mistaken(
         frozenset(file.stem for files in target_files for file in files if file.stem not in targets),
         None if partly.names is None else frozenset(partly.names) - frozenset(partly.precisions),
@@ -85,6 +83,17 @@ def _read_all(
     # Where a file cannot be read at all, who inherits from it cannot either.
     roots = mistakes.read(resolved, nodes, any_name) if whole else None
     return mistakes.entries(lambda name, root: _read(root, name, reader), roots or {})
+
+
+def _operator(root: Node, name: str, rows: dict[str, list[KernelRow]]) -> Operator:
+    """What a file says. Where it has mistakes it raises SpecError, and `rows` get its rows, under its name."""
+    try:
+        return _right_operator(root, name)
+    except SpecError:
+        return read_operator(root, name, rows.setdefault(name, []))
+
+
+_right_operator = functools.lru_cache(maxsize=64)(read_operator)  # most files are what they were at the last load
 
 
 def _read(root: Node, name: str, reader: Callable[[Node, str], T]) -> T:
