@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import secrets
 import tempfile
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = ".writing-"  # what the name of a file begins with that is not whole yet
 
@@ -65,3 +68,9 @@ def can_be_made(path: Path) -> bool:
     """Whether this user can make a directory at a path, or write to the one that is there."""
     existing = next((each for each in (path, *path.parents) if os.path.lexists(each)), None)
     return path.is_absolute() and existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+@functools.lru_cache(maxsize=4)
+def from_json(text: str) -> Any:
+    """What a JSON text says, for all who read one again and again: not to be changed. Raises what `json.loads` does."""
+    return json.loads(text)

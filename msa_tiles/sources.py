@@ -11,14 +11,43 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
+from msa_tiles.scoped import held
 from msa_tiles.syntax import tree_of
 
 PACKAGE = Path(__file__).resolve().parent
 _HELPERS = "msa_tiles.dsl"
 OPERANDS = ".operands"
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
+_answers: ContextVar[dict | None] = ContextVar("_answers", default=None)
+
+
+@contextlib.contextmanager
+def unchanging() -> Iterator[None]:
+    """Within the block, helpers and operands are looked up and read once: whoever enters it knows that they stay."""
+    with held(_answers, {} if (known := _answers.get()) is None else known):
+        yield
+
+
+def once_where_unchanging(function: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
+    """Remember what a function answers, of what lies on disk, as long as that is `unchanging`."""
+
+    @functools.wraps(function)
+    def asked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+        known = _answers.get()
+        if known is None:
+            return function(*args, **kwargs)
+        key = (function, args, tuple(kwargs.items()))
+        if key not in known:
+            known[key] = function(*args, **kwargs)
+        answer: _Answer = known[key]
+        return answer
+
+    return asked
 
 
 def code_of(text: str, package: Path = PACKAGE) -> list[bytes]:
@@ -106,35 +135,42 @@ def without_header(text: str) -> str:
     return text[len(header_of(text)) :]
 
 
+@once_where_unchanging
+def source_at(file: Path) -> str:
+    """The text of a helper or an operand."""
+    return file.read_text(encoding="utf-8")
+
+
+@unchanging()
 def _helpers(text: str, package: Path) -> dict[str, str]:
     """Sources of the helper modules that a kernel imports, directly or not, by name."""
     found: dict[str, str] = {}
-    file_of = functools.cache(functools.partial(module_file, package=package))
-    pending = list(_imported_helpers(text, file_of, _HELPERS))
+    pending = list(_imported_helpers(text, _HELPERS, package))
     while pending:
         name = pending.pop()
         if name in found:
             continue
-        found[name] = file_of(name).read_text(encoding="utf-8")  # type: ignore[union-attr]
-        pending += _imported_helpers(found[name], file_of, name)
+        found[name] = source_at(module_file(name, package))  # type: ignore[arg-type]  # it was found
+        pending += _imported_helpers(found[name], name, package)
     return found
 
 
-def _imported_helpers(source: str, file_of: Callable[[str], Path | None], importer: str) -> Iterator[str]:
+@once_where_unchanging
+def _imported_helpers(source: str, importer: str, package: Path) -> tuple[str, ...]:
+    """Names of the helper modules that a source imports, each once."""
+    is_package = (module_file(importer, package) or PACKAGE).name == "__init__.py"
+    found: dict[str, None] = {}
     for level, module, imported in _read(source).imports:
         base = module
         if level:
             parents = importer.split(".")
-            is_package = (file_of(importer) or PACKAGE).name == "__init__.py"
             parents = parents[: len(parents) - level + is_package]
             base = ".".join([*parents, *filter(None, [module])])
         for name in [base, *(f"{base}.{each}" for each in imported)]:
             parts = name.split(".")
             # Importing a.b.c runs a and a.b too; only what lies below the helpers' package counts.
-            for end in range(2, len(parts) + 1):
-                prefix = ".".join(parts[:end])
-                if file_of(prefix):
-                    yield prefix
+            found |= dict.fromkeys(".".join(parts[:end]) for end in range(2, len(parts) + 1))
+    return tuple(name for name in found if module_file(name, package))
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
@@ -154,6 +190,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
             yield from _statements(each)
 
 
+@once_where_unchanging
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
     """The file of a helper module or an operand, by its full name; None where it is neither."""
     if not f"{name}.".startswith(f"{_HELPERS}."):
@@ -192,18 +229,19 @@ def search_operands(tree: Path) -> None:
 def forget_operands(tree: Path | None = None) -> None:
     """Find operands no more in a tree, or in any. What was imported from there is imported anew when it is needed."""
     for name, package in list(sys.modules.items()):
-        if not re.fullmatch(rf"{_HELPERS}\.\w+{re.escape(OPERANDS)}", name):
+        if not (name.endswith(OPERANDS) and re.fullmatch(rf"{_HELPERS}\.\w+{re.escape(OPERANDS)}", name)):
             continue
         own = str(Path(str(package.__file__)).parent)
         left = [each for each in package.__path__ if each == own or (tree and not Path(each).is_relative_to(tree))]
         gone = set(package.__path__) - set(left)
         package.__path__ = left
-        for other, module in list(sys.modules.items()):
+        for other, module in list(sys.modules.items()) if gone else ():
             if other.startswith(f"{name}.") and str(Path(str(module.__file__)).parent) in gone:
                 del sys.modules[other]
                 package.__dict__.pop(other.rpartition(".")[2], None)
 
 
+@once_where_unchanging
 def operand_file(name: str, module: str, package: Path = PACKAGE) -> Path | None:
     """The file of an operand of a package of operands: the helpers' own, or one along the package's search path.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
-from msa_tiles.sources import OPERANDS, PACKAGE, module_file, parsed
+from msa_tiles.sources import OPERANDS, PACKAGE, module_file, once_where_unchanging, parsed, source_at
 from msa_tiles.syntax import tree_of
 
 __all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "table_of"]
@@ -51,14 +51,16 @@ def _table_of(read: _Read) -> Callable[..., Table]:
     return table
 
 
+@once_where_unchanging
 def constants_of(file: Path, package: Path = PACKAGE) -> Mapping[str, Any]:
     """The constants and marked functions of the file of a helper or an operand."""
-    return _names(_read(file.read_text(encoding="utf-8"), package))
+    return _names(_read(source_at(file), package))
 
 
+@once_where_unchanging
 def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
     """The docstring of the class of this name in a file, or in the helper that the file imports it from, if any."""
-    for node in tree_of(file.read_text(encoding="utf-8")).body:
+    for node in tree_of(source_at(file)).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return ast.get_docstring(node)
         if isinstance(node, ast.ImportFrom):
@@ -84,6 +86,7 @@ class _Read(NamedTuple):
     """Name here, name there (empty: all of a module), and the file; None is the vocabulary."""
 
 
+@once_where_unchanging
 def _read(text: str, package: Path) -> _Read:
     """What `from module import name` brings: a name of the vocabulary, a module's, or a module. Nothing of the DSL."""
     declared = _declared(text)
@@ -92,11 +95,11 @@ def _read(text: str, package: Path) -> _Read:
         if module == _vocabulary.__name__:
             brought.append((here, name, None))
         elif (file := module_file(f"{module}.{name}", package)) is not None:
-            brought.append((here, "", _read(file.read_text(encoding="utf-8"), package)))
+            brought.append((here, "", _read(source_at(file), package)))
         elif module.endswith(OPERANDS):
             raise TableError(f"there is no operand {name} in {module}")
         elif (file := module_file(module, package)) is not None:
-            brought.append((here, name, _read(file.read_text(encoding="utf-8"), package)))
+            brought.append((here, name, _read(source_at(file), package)))
     return _Read(declared.source, tuple(brought))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.plan import KernelPlan
+from msa_tiles.files import from_json
 from msa_tiles.paths import generated_dir
 from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
@@ -56,7 +57,7 @@ def joined(directories: Iterable[Path]) -> dict[str, Any]:
         tree = "" if file.parent == generated_dir() else f" --tree {file.parent.parent}"
         again = f"run `msa-tiles generate{tree}`"
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
+            document = from_json(file.read_text(encoding="utf-8"))
             for part in _NAMED:
                 found[part] |= document[part]
             cells |= {cell["id"]: cell for cell in document["cells"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.index import INDEX, REQUESTED, SPECS, joined
 from msa_tiles.codegen.writer import Generated, checked, produce
+from msa_tiles.files import from_json
 from msa_tiles.spec import KernelRow, Specs, Target, load
 from msa_tiles.spec.model import frozen
 
@@ -85,7 +85,7 @@ def _requested(tree: trees.Tree) -> set[str]:
     """The targets that were requested of a tree, by its index; those that it has kernels of where that does not say."""
     try:
         cells = joined([tree.generated])["cells"]
-        said = json.loads((tree.generated / INDEX).read_text(encoding="utf-8")).get(REQUESTED)
+        said = from_json((tree.generated / INDEX).read_text(encoding="utf-8")).get(REQUESTED)
         return {cell["target"] for cell in cells} if said is None else set(said)
     except (ValueError, KeyError, TypeError):
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in tree.generated.rglob("*.py"))
@@ -95,7 +95,7 @@ def _requested(tree: trees.Tree) -> set[str]:
 def has_changed(tree: trees.Tree) -> bool:
     """Whether a tree's specs are other than those that its kernels were generated from, as far as its index says."""
     try:
-        recorded = json.loads((tree.generated / INDEX).read_text(encoding="utf-8"))[SPECS]
+        recorded = from_json((tree.generated / INDEX).read_text(encoding="utf-8"))[SPECS]
     except (OSError, ValueError, KeyError, TypeError):  # none, or one that whoever needs it refuses
         return False
     return recorded != trees.state_of_specs(tree)

@@ -26,6 +26,7 @@ from msa_tiles.sources import (
     operand_file,
     operands_of,
     search_operands,
+    unchanging,
     without_header,
 )
 from msa_tiles.spec import Mistakes, SpecError, Specs, load
@@ -97,7 +98,7 @@ def produce(
     unfit: dict[str, str] = {}
     all_plans = []
     rendered: set[str] = set()
-    with CellMistakes() as mistakes:
+    with CellMistakes() as mistakes, unchanging():
         for planned in plans(specs, requested, unfit, mistakes):
             operator, precision = specs.operators[planned.op], specs.precisions[planned.precision]
             target = specs.targets[planned.target]

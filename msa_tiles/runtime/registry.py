@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles import paths, trees
+from msa_tiles.files import from_json
 from msa_tiles.sources import OPERANDS, code_of, search_operands
 from msa_tiles.spec.loader import PRECISIONS
 from msa_tiles.spec.reach import WIDENING
@@ -151,7 +151,7 @@ class Registry:
         path = directory / INDEX
         again = "run `msa-tiles generate" + (f" --tree {tree}`" if tree else "`")
         try:
-            document = json.loads(path.read_text())
+            document = from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise RegistryError(f"{path} cannot be read ({error.strerror}); {again}") from error
         except (ValueError, RecursionError) as error:

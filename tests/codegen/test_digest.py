@@ -7,7 +7,7 @@ import pytest
 
 from msa_tiles.codegen import digest_of as digest_for
 from msa_tiles.codegen import toolchain
-from msa_tiles.sources import syntax_of
+from msa_tiles.sources import syntax_of, unchanging
 
 MakePackage = Callable[[dict[str, str]], Path]
 FILES = {
@@ -33,6 +33,21 @@ def digest_of(text: str, dsl: str, package: Path) -> str:
 def test_helpers_count_however_they_are_imported(file: str, package: MakePackage) -> None:
     before = digest_of(KERNEL, "tilelang", package(FILES))
     assert digest_of(KERNEL, "tilelang", package({file: FILES[file] + "changed = 1\n"})) != before
+
+
+def test_helpers_are_read_once_where_they_stay(package: MakePackage) -> None:
+    """Of many kernels side by side; who asks later gets what is there by then, as inside another block of that kind."""
+    root, changed = package(FILES), {"dsl/shared.py": "LOG2_E = 2\n"}
+    before = digest_of(KERNEL, "tilelang", root)
+    with unchanging():
+        assert digest_of(KERNEL, "tilelang", root) == before
+        package(changed)
+        with unchanging():
+            assert digest_of(KERNEL, "tilelang", root) == before
+    after = digest_of(KERNEL, "tilelang", root)
+    assert after != before
+    with unchanging():
+        assert digest_of(KERNEL, "tilelang", root) == after
 
 
 @pytest.mark.parametrize("file", ["dsl/tilelang/unused.py", "ops/other.py"])

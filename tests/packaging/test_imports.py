@@ -16,13 +16,15 @@ from msa_tiles import paths
 
 PACKAGE = Path(msa_tiles.__file__).parent
 ANYTHING = None
+READERS = ("sources", "syntax")
 # What each part of msa_tiles may import, itself aside.
 ALLOWED: dict[str, set[str] | None] = {
     "__init__": {"runtime", "library", "explaining", "trees"},  # when it is asked for them
-    "explaining": {"ops", "call", "codegen", "library", "runtime", "spec", "quant", "names", "sources", "trees"},
+    "explaining": {"ops", "call", "codegen", "library", "runtime", "spec", "quant", "names", *READERS, "trees"},
     "pack": {"names", "runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
-    "sources": set(),
+    "syntax": set(),
+    "sources": {"scoped", "syntax"},
     "errors": set(),
     "trust": set(),
     "trees": {"paths", "sources", "errors", "trust"},
@@ -31,12 +33,12 @@ ALLOWED: dict[str, set[str] | None] = {
     "interrupts": set(),
     "names": set(),
     "scoped": set(),
-    "spec": {"names"},
+    "spec": {"names", "syntax"},
     "dsl": set(),
     "quant": set(),
     "reference": {"quant"},
-    "tables": {"dsl", "sources", "trees"},
-    "codegen": {"spec", "files", "names", "paths", "sources", "tables", "trees"},
+    "tables": {"dsl", *READERS, "trees"},
+    "codegen": {"spec", "files", "names", "paths", *READERS, "tables", "trees"},
     "skeletons": {"dsl"},
     "runtime": {"spec", "files", "names", "paths", "scoped", "sources", "tables", "errors", "trees", "trust"},
     "call": {"reference", "quant", "scoped"},
