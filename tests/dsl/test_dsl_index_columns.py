@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def format(self) -> str:
-        return "nvfp4" if self.precision.endswith("k4") else "mxfp4"
+        return "mxfp4" if "mx" in self.precision else "nvfp4"
 
     @property
     def element(self) -> str:
@@ -147,12 +147,16 @@ def shared(*shape: int) -> Any:
 class Consumers:
     """The consumers of a CTA that has all blocks, and what stands in for the tensor cores."""
 
+    modules = ("column_maxima", "query_columns", "operands.index_{}_left")
+    columns, slots = COLUMNS, 16  # of a product, and products whose maxima are kept
+
     def __init__(self, case: Case, formats: dict[str, types.ModuleType]) -> None:
         self.case = case
         self.module = lanes.load(generated_dir() / f"cutedsl/sm90/decode_score_{case.precision}.py")
         self.blocks = keys_of(case)
         self.module.STAGES = len(self.blocks)
-        self.module.column_maxima = lanes.helper("column_maxima")
+        maxima, columns_of, operand = (name.format(case.format) for name in self.modules)
+        self.module.column_maxima = lanes.helper(maxima)
         self.module.warpgroup = types.SimpleNamespace(wait_group=self.wait_group)
         self.module.column_maxima.warpgroup = self.module.warpgroup
         self.in_flight: dict[int, list[Any]] = collections.defaultdict(list)
@@ -161,11 +165,12 @@ class Consumers:
         self.released: list[int] = []
         kernel = self.kernel = object.__new__(self.module.DecodeScore)
         kernel.block_size, kernel.head_dim, kernel.pages_per_block = case.block, case.dim, 0
-        kernel.keys = self.keys(lanes.helper(f"operands.index_{case.format}_left"))
-        columns = kernel.columns = object.__new__(lanes.helper("query_columns").Columns)
+        kernel.keys = self.keys(lanes.helper(operand))
+        columns = kernel.columns = object.__new__(lanes.helper(columns_of).Columns)
         columns.rows, columns.head_dim, columns.threads = ROWS, case.dim, THREADS
         columns.stored = ELEMENTS["Float8E4M3FN" if case.precision.startswith("q8") else "BFloat16"]
-        columns.element, columns.chunks = ELEMENTS[case.element], case.dim * columns.stored.width // 128
+        columns.element = ELEMENTS[case.element]
+        columns.chunks = columns.pieces = case.dim * columns.stored.width // 128
         columns.by_rows = lambda queries: lanes.Tensor(queries.memory, 0, (ROWS, case.dim), (case.dim, 1))
 
     def keys(self, operand: types.ModuleType) -> Any:
@@ -208,6 +213,11 @@ class Consumers:
             for place in range(4):
                 into[place] = lanes.Float32(found[place])
 
+    def queries(self) -> Any:
+        """Shared memory that somebody wrote."""
+        rows = memory(torch.full((ROWS * self.case.dim,), 1), 16)
+        return lanes.Tensor(rows, 0, (ROWS, self.case.dim), (self.case.dim, 1))
+
     def run(self, idx_q: Any) -> Tensor:
         case, module = self.case, self.module
         counts = len(self.blocks)
@@ -220,11 +230,11 @@ class Consumers:
             scales=lanes.Tensor(scales, 0, (groups, case.block, counts), (1, groups, groups * case.block)),
             full=Pointer([], 0), free=Pointer([], 0),  # type: ignore[arg-type]
         )  # fmt: skip
-        queries = memory(torch.full((ROWS * case.dim,), 1), 16)
         tile = module.Tile(
-            lanes.Tensor(queries, 0, (ROWS, case.dim), (case.dim, 1)),
-            *(shared(count) for count in (ROWS, ROWS, ROWS, ROWS, module.RUN)), shared(COLUMNS, 4, 16, 2),
-        )  # fmt: skip
+            self.queries(),
+            *(shared(count) for count in (ROWS, ROWS, ROWS, ROWS, module.RUN)),
+            shared(self.columns, 4, self.slots, 2),
+        )
         starts = [torch.tensor([0, *(pair[i] for pair in case.sequences)]).cumsum(0).int() for i in range(2)]
         most = max(-(-length // case.block) for _, length in case.sequences)
         out = lanes.tensor_of(torch.full((case.heads, int(starts[0][-1]), most), 777.0))
@@ -254,7 +264,7 @@ class Right:
         self.consumers, self.queries, self.group = consumers, queries, group
 
     def __getitem__(self, index: tuple[Any, ...]) -> Right:
-        return Right(self.consumers, self.queries, int(index[-1]))
+        return type(self)(self.consumers, self.queries, int(index[-1]))
 
     def columns(self, dtype: torch.dtype) -> Tensor:
         """[COLUMNS, dim], from panels of 64 columns, of eight rows each, swizzled by 128 bytes."""

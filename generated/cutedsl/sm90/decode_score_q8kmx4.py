@@ -188,7 +188,7 @@ class DecodeScore:
 
     CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
     warp decodes one piece of a block (packed_index_left says what that is) while another is multiplied, and reduces the
-    product of a unit of 64 keys when the first piece of the next one is decoded. Further eights of queries, of as many
+    product of a unit of 64 keys when the first piece of the next one is decoded. Further columns of queries, of as many
     as a tile has, take the pieces of a unit one after the other. What the warps found of blocks meets in shared memory,
     for many at a time (named barrier 1, of the consumers). Each warp that is not idle finds the CTA's run by itself, 32
     requests at a time.
@@ -440,7 +440,7 @@ class DecodeScore:
             slot = Int32(-1)
             turn = Int32(0)
             written = Int32(0)
-            # Of the keys of a block whose products were reduced, with the last eight queries.
+            # Of the keys of a block whose products were reduced, with the last columns.
             first, second = -Float32.inf, -Float32.inf
             for block in cutlass.range(first_block, end_block, unroll=1):
                 self.keys.wait(held, stage, phase)

@@ -1,3 +1,5 @@
+# % set behind = declared.index_key.get("SCALED_BEHIND")
+# % set before = precision.decoded and not behind
 """Indexer scores with block max-pool for few queries per request: the keys are split over all CTAs.
 
 Grid: num_ctas CTAs. The unit of work is one KV block for one query tile; the units of all requests stand in one list,
@@ -6,7 +8,11 @@ whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries 
 
 # % if precision.decoded
 The keys are read once from memory (once for each tile of a request from L2), and decoded beside that: they are the rows
-of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.
+of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.  # % if not behind
+# % if behind
+of S^T = K Q^T, which wgmma takes from registers. Four queries at a time are its columns, each of them twice: for either
+group of a chunk of keys there is a column, whose sums are scaled behind the product.
+# % endif
 # % else
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
 work on 64 rows however few of them hold a query.
@@ -27,7 +33,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum  # % if not precision.decoded
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl import column_maxima, query_columns, scores, tma, wgmma  # % if precision.decoded
+from msa_tiles.dsl.cutedsl import column_maxima, query_columns, scores, tma, wgmma  # % if before
+from msa_tiles.dsl.cutedsl import e4m3_columns as query_columns  # % if behind
+from msa_tiles.dsl.cutedsl import group_maxima as column_maxima  # % if behind
+from msa_tiles.dsl.cutedsl import scores, tma, wgmma  # % if behind
 from msa_tiles.dsl.cutedsl.arguments import stand_in
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
@@ -122,7 +131,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
         pipelines=keys.pipelines,
         buffers=(
             # % if precision.decoded
-            *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),
+            *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),  # % if before
+            *query_columns.buffers(ROWS, head_dim),  # % if behind
             buffer("limits", "int32", rows=ROWS, note="the last key that a query sees"),
             buffer("factors", "float32", rows=ROWS, note="of all products of a query"),
             buffer("places", "int64", rows=ROWS, note="of a query's scores in the output, -1 for no query"),
@@ -171,7 +181,7 @@ class DecodeScore:
     # % if precision.decoded
     CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
     warp decodes one piece of a block (packed_index_left says what that is) while another is multiplied, and reduces the
-    product of a unit of 64 keys when the first piece of the next one is decoded. Further eights of queries, of as many
+    product of a unit of 64 keys when the first piece of the next one is decoded. Further columns of queries, of as many
     as a tile has, take the pieces of a unit one after the other. What the warps found of blocks meets in shared memory,
     for many at a time (named barrier 1, of the consumers). Each warp that is not idle finds the CTA's run by itself, 32
     requests at a time.
@@ -181,8 +191,13 @@ class DecodeScore:
 
     TMA brings the rows of a stage, and every lane of the producer copies some of its scales: both fill it. A stage is
     handed back when the last product of its block is there, and not when it has been decoded: an arrival may overtake
+    # % if behind
+    loads of shared memory whose results nobody has used; the scales of a block are read when its products are reduced.
+    Codes are multiplied as e4m3, and so are queries, of which each is the sum of two rows.
+    # % else
     loads of shared memory whose results nobody has used. Queries and keys are multiplied in 16 bits that hold codes
     times scales exactly, float16 for NVFP4; a power of two of its own keeps each row of queries within them.
+    # % endif
     # % else
     Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
@@ -466,22 +481,38 @@ class DecodeScore:
             slot = Int32(-1)
             turn = Int32(0)
             written = Int32(0)
-            # Of the keys of a block whose products were reduced, with the last eight queries.
+            # Of the keys of a block whose products were reduced, with the last columns.
             first, second = -Float32.inf, -Float32.inf
             for block in cutlass.range(first_block, end_block, unroll=1):
                 self.keys.wait(held, stage, phase)
                 offset = self.keys.offset_of(stage, member, lane)
+                # % if behind
+                # Described anew, from a number that is uniform: else descriptors wait in registers of each lane.
+                nearest = right[None, None, None, cute.arch.make_warp_uniform(anew(Int32(0)))]
+                # % endif
                 for unit in cutlass.range_constexpr(self.keys.units):
                     factors = self.keys.unit_factors(held, stage, unit, member, lane)
                     self.keys.decode(operand, held, offset, unit, 0, factors)
                     # The unit before, of the block before where this is the first one. Before a tile's first block
                     # nothing is in flight, and what S holds is dropped.
                     before = block - 1 if cutlass.const_expr(unit == 0) else block
+                    # % if behind
+                    unit_before = (unit - 1) % self.keys.units
+                    stage_before = pick(stage == 0, STAGES - 1, stage - 1) if cutlass.const_expr(unit == 0) else stage
+                    group_scales = self.keys.group_scales(held, stage_before, unit_before, member, lane)
+                    a, b = self.reduce(
+                        S, group_scales, tile, last_column, before, unit_before, full_blocks, first_row, lane
+                    )
+                    # % else
                     a, b = self.reduce(
                         S, tile, last_column, before, (unit - 1) % self.keys.units, full_blocks, first_row, lane
                     )
+                    # % endif
                     first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
-                    self.keys.multiply(score, S, operand, unit, 0, right[None, None, None, 0])
+                    self.keys.multiply(score, S, operand, unit, 0, right[None, None, None, 0])  # % if before
+                    # % if behind
+                    self.keys.multiply(score, S, operand, unit, 0, nearest)
+                    # % endif
                     if cutlass.const_expr(unit == 0):
                         if slot < 0:
                             slot = Int32(0)
@@ -499,11 +530,18 @@ class DecodeScore:
                         first, second = -Float32.inf, -Float32.inf
                     for piece in cutlass.range_constexpr(1, self.keys.pieces):
                         self.keys.decode(operand, held, offset, unit, piece, factors)
-                        self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, 0])
+                        self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, 0])  # % if before
+                        self.keys.multiply(score, S, operand, unit, piece, nearest)  # % if behind
                     for group in cutlass.range(1, groups, unroll=1):
+                        # % if behind
+                        group_scales = self.keys.group_scales(held, stage, unit, member, lane)
+                        column = query_columns.COLUMNS * (group - 1)
+                        a, b = self.reduce(S, group_scales, tile, column, block, unit, full_blocks, first_row, lane)
+                        # % else
                         a, b = self.reduce(
                             S, tile, query_columns.COLUMNS * (group - 1), block, unit, full_blocks, first_row, lane
                         )
+                        # % endif
                         # Said to be uniform, so that its descriptors are made once for a warp.
                         uniform = cute.arch.make_warp_uniform(group)
                         for piece in cutlass.range_constexpr(self.keys.pieces):
@@ -514,7 +552,15 @@ class DecodeScore:
                     if cutlass.const_expr(self.keys.pieces > 1):
                         warpgroup.wait_group(1)
                 stage, phase = following(stage, phase, STAGES)
+            # % if behind
+            last_stage, last_unit = pick(stage == 0, STAGES - 1, stage - 1), self.keys.units - 1
+            group_scales = self.keys.group_scales(held, last_stage, last_unit, member, lane)
+            a, b = self.reduce(
+                S, group_scales, tile, last_column, end_block - 1, last_unit, full_blocks, first_row, lane
+            )
+            # % else
             a, b = self.reduce(S, tile, last_column, end_block - 1, self.keys.units - 1, full_blocks, first_row, lane)
+            # % endif
             first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
             self.keys.release(held, pick(stage == 0, STAGES - 1, stage - 1))
             column_maxima.fold(first, second, member, lane, tile.maxima[None, None, slot + groups - 1, turn], False)
@@ -522,11 +568,21 @@ class DecodeScore:
             left, request, number, length, tiles, blocks = (tile.run[i] for i in range(RUN))
             first_block = Int32(0)
             request, number, length, tiles, blocks = self.advance(lengths, left, request, number, length, tiles, blocks)
+            # % if behind
+
+    def reduce(self, S, group_scales, tile, first_column, block, unit, full_blocks, first_row, lane):
+        """Wait for the products of a unit -> the maxima of a lane's rows in two columns."""
+        first_key = block * self.block_size + ROWS * unit + first_row
+        return column_maxima.wait(
+            self.keys, S, group_scales, tile.limits, first_column, first_key, block >= full_blocks, lane
+        )
+        # % else
 
     def reduce(self, S, tile, first_column, block, unit, full_blocks, first_row, lane):
         """Wait for the product of a unit -> the maxima of a lane's rows in two columns."""
         first_key = block * self.block_size + ROWS * unit + first_row
         return column_maxima.wait(S, tile.limits, first_column, first_key, block >= full_blocks, lane)
+        # % endif
 
     def meet(self):
         """Until all consumers are here."""
