@@ -159,6 +159,12 @@ def _helpers(text: str, package: Path) -> dict[str, str]:
 def _imported_helpers(source: str, importer: str, package: Path) -> tuple[str, ...]:
     """Names of the helper modules that a source imports, each once."""
     is_package = (module_file(importer, package) or PACKAGE).name == "__init__.py"
+    return tuple(name for name in _candidates(source, importer, is_package) if module_file(name, package))
+
+
+@functools.lru_cache(maxsize=1024)
+def _candidates(source: str, importer: str, is_package: bool) -> tuple[str, ...]:
+    """What could be helper modules among all that a source names in its imports, each once."""
     found: dict[str, None] = {}
     for level, module, imported in _read(source).imports:
         base = module
@@ -170,7 +176,7 @@ def _imported_helpers(source: str, importer: str, package: Path) -> tuple[str, .
             parts = name.split(".")
             # Importing a.b.c runs a and a.b too; only what lies below the helpers' package counts.
             found |= dict.fromkeys(".".join(parts[:end]) for end in range(2, len(parts) + 1))
-    return tuple(name for name in found if module_file(name, package))
+    return tuple(name for name in found if f"{name}.".startswith(f"{_HELPERS}."))
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:

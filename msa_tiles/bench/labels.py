@@ -27,12 +27,16 @@ def place(figure: Any, axis: Any, words: str, at: tuple[float, float], taken: li
     """Write beside a point, in the first place that is inside the axes and not `taken`; the place is taken then."""
     renderer = figure.canvas.get_renderer()
     inside = axis.get_window_extent(renderer)
+    others = [tuple(map(float, box.extents)) for box in taken]
     for spot in _PLACES:
         offset, side, edge = spot
         text = axis.annotate(words, at, xytext=offset, textcoords="offset points", ha=side, va=edge, **style)
         box = text.get_window_extent(renderer)
         fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
-        if (fits and not any(box.overlaps(other) for other in taken)) or spot is _PLACES[-1]:
+        # As Bbox.overlaps has it, of boxes that no axis turns round.
+        x0, y0, x1, y1 = map(float, box.extents)
+        covers = (x0 <= right and left <= x1 and y0 <= top and bottom <= y1 for left, bottom, right, top in others)
+        if (fits and not any(covers)) or spot is _PLACES[-1]:
             taken.append(box)
             return
         text.remove()
