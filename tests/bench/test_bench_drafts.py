@@ -26,7 +26,7 @@ def precision(request):
 
 
 @pytest.mark.parametrize("label", ["drafts_32k_b8", "alike_32k_b64"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_ours_and_vllms_names_pass_the_check(label, precision):
     case = small(label)
     bench = drafts.prepare(case, CPU, precision)

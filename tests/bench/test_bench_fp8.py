@@ -90,6 +90,7 @@ FOUR_BITS = [
 
 
 @pytest.mark.parametrize(("op", "precision"), FOUR_BITS)
+@pytest.mark.drawn(3)
 def test_ours_takes_4_bits_in_prefill_and_peers_do_not(op, precision, prepared, monkeypatch):
     monkeypatch.setattr(peers, "vllm_module", lambda: FlashInfer)
     bench = prepared(op, "prefill_32k_u", precision)

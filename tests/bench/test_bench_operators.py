@@ -53,6 +53,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("op", BENCHES)
+@pytest.mark.drawn(7)
 def test_ours_and_torch_baselines_pass_their_own_checks(small, op):
     bench = small(op)
     made = bench.make(0)
@@ -124,6 +125,7 @@ def _tensors(made) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("op", [op for op in BENCHES if op != "build_schedule"])
+@pytest.mark.drawn(7)
 def test_checks_notice_a_wrong_result(small, op):
     bench = small(op)
     made = bench.make(0)

@@ -43,6 +43,7 @@ def benches(monkeypatch):
 
 @PRECISIONS
 @pytest.mark.parametrize("op", [servers.PREFILL, servers.DECODE])
+@pytest.mark.drawn(2)
 def test_ours_and_ours_by_name_pass_the_check(benches, monkeypatch, op, precision):
     bench = benches(op, precision)
     made = bench.make(0)

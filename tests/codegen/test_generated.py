@@ -84,7 +84,7 @@ def test_generated_files_and_skeletons_are_linted_and_formatted(tool: list[str],
 
 
 @pytest.mark.parametrize("plan", CELLS, indirect=True)
-@pytest.mark.drawn(30)
+@pytest.mark.drawn(15)
 def test_a_kernel_file(plan: codegen.KernelPlan) -> None:
     text = generated().files[generated().paths[plan.cell]]
     (cell,) = (cell for cell in generated().index["cells"] if cell["id"] == plan.cell)
@@ -190,7 +190,7 @@ def test_another_architecture_is_another_digest() -> None:
 
 
 @pytest.mark.parametrize("plan", CELLS, indirect=True)
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_the_digest_covers_the_helpers(plan: codegen.KernelPlan, tmp_path: Path) -> None:
     text = generated().files[generated().paths[plan.cell]]
     imported = re.findall(rf"^from msa_tiles\.dsl\.{plan.dsl}\.(?!operands)(\w+) import", text, re.MULTILINE)

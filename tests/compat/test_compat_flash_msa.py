@@ -76,6 +76,7 @@ def compared(function: object, tensors: list[Tensor], top_k: int, blocks: int | 
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
+@pytest.mark.drawn(2)
 def test_sparse_step(heads: tuple[int, int, int, int]) -> None:
     """``top_k`` counts tokens; three blocks, of which two are chosen."""
     compared(flash_msa.flash_msa_func, drawn(heads, 1, 3 * BLOCK, "sparse"), 2 * BLOCK, 2, 0.3)
@@ -89,6 +90,7 @@ def test_other_lengths_and_several_sequences(heads: tuple[int, int, int, int]) -
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
+@pytest.mark.drawn(2)
 def test_warmup_step(heads: tuple[int, int, int, int]) -> None:
     compared(flash_msa.flash_msa_func_warmup, drawn(heads, 2, 130, "warmup"), 0, None, 0.3)
 

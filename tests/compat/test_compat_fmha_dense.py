@@ -43,6 +43,7 @@ def check(out: Tensor, wanted: Tensor, v: Tensor) -> None:
 @pytest.mark.parametrize("chunk", [64, 2])
 @pytest.mark.parametrize("layout", ["flat", "list", "table"])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.drawn(5)
 def test_the_dense_pass(monkeypatch: pytest.MonkeyPatch, chunk: int, layout: str, causal: bool) -> None:
     """Whole numbers give exact scores; more blocks than one call takes are merged."""
     monkeypatch.setattr(fmha_dense, "CHUNK", chunk)

@@ -62,7 +62,7 @@ def asked(request, monkeypatch):
     return names
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @CACHES
 @RANKS
 def test_vllms_operators(asked, ranks, dtype, index_dtype):

@@ -157,7 +157,7 @@ def argument(value: Any, memories: dict[int, tuple[Memory, Tensor]]) -> Any:
      for precision, scales in (("bf16", 0), (fp8, 0), (fp8, 1))]
     + [(op, precision, 0) for precision, op in FOUR_BITS.items()],
 )  # fmt: skip
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_rows_go_to_their_slots(
     op: str, precision: str, token_scales: int, float32_rows: int, strided: bool, dsl: None
 ) -> None:  # fmt: skip
@@ -210,7 +210,7 @@ def bring_back(memories: dict[int, tuple[Memory, Tensor]]) -> None:
         ("q16kvmx4", 0, 0, False), ("q16kvmx4", 0, 1, True),
     ],
 )  # fmt: skip
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_rows_are_turned_on_their_way(
     precision: str, token_scales: int, bf16_index: int, strided: bool, dsl: None
 ) -> None:

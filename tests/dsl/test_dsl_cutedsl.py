@@ -74,7 +74,7 @@ def rank(scores: cute.Tensor, valid: cute.Tensor, out: cute.Tensor, init: Int32,
 
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize(("k", "init", "local"), [(8, 0, 1), (5, 1, 2), (3, 4, 4), (1, 0, 0)])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_a_list_holds_the_best(order: int, k: int, init: int, local: int) -> None:
     generator = torch.Generator().manual_seed(k)
     scores = torch.randint(-3, 4, (200, 23), generator=generator).float()
@@ -177,7 +177,7 @@ def tile_maxima(
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("cut", "positive"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_maxima_of_a_tile(one_lane: None, scaled: bool, cut: int, positive: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tiles = torch.randn(60, 2, 128, generator=generator)
@@ -341,6 +341,7 @@ def tile_places(
 
 
 @pytest.mark.parametrize(("head_dim", "block_size", "group"), [(128, 128, 16), (128, 64, 8), (64, 128, 4), (64, 64, 1)])
+@pytest.mark.drawn(2)
 def test_tiles_are_read_by_rows_and_by_columns(head_dim: int, block_size: int, group: int) -> None:
     consumers, tokens = block_size // 64, 64 // max(group, 8)
     gathered, transposed_gathered = int32(64, head_dim, 3), int32(head_dim, 64, 3)

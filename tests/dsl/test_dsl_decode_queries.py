@@ -57,7 +57,7 @@ def laid_down(stored: str, element: str, values: Tensor, rows: int) -> tuple[Ten
 @pytest.mark.parametrize("element", ["BFloat16", "Float16"])
 @pytest.mark.parametrize("stored", ["BFloat16", "Float8E4M3FN"])
 @pytest.mark.parametrize(("dim", "heads", "rows"), [(128, 4, 64), (128, 3, 21), (64, 4, 4), (64, 1, 64)])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_rows_of_queries(
     stand_ins: None, formats: dict[str, types.ModuleType], stored: str, element: str, dim: int, heads: int, rows: int
 ) -> None:

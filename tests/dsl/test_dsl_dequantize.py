@@ -115,7 +115,7 @@ def module_of(precision: str) -> types.ModuleType:
     ("precision", "token_scales"), [("q16kv8", 0), ("q16kv8", 1), ("q16kv4", 0), ("q16kvmx4", 0)]
 )  # fmt: skip
 @pytest.mark.parametrize("paged", [0, 1])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_rows_are_those_of_the_reference(
     precision: str, token_scales: int, paged: int, strided: bool, dsl: None
 ) -> None:

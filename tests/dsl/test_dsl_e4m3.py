@@ -153,7 +153,7 @@ def left_side(registers: dict[int, Any], rows: int, depth: int, dtype: torch.dty
     ("transposed", "rows", "head_dim", "valid"),
     [(False, 64, 128, None), (False, 128, 64, None), (True, 64, 64, 64), (True, 64, 128, 37), (True, 128, 64, 1)],
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_block(e4m3: types.ModuleType, transposed: bool, rows: int, head_dim: int, valid: int | None) -> None:
     generator = torch.Generator().manual_seed(rows + head_dim)
     codes = torch.randint(0, 256, (2, rows, head_dim), dtype=torch.uint8, generator=generator)

@@ -139,7 +139,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 @each_format
 @pytest.mark.parametrize("value", [False, True], ids=["keys", "values"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_code_under_every_scale(formats: dict[str, types.ModuleType], name: str, value: bool) -> None:
     """Exactly, NaN included; what is beyond bfloat16 is infinite, as beyond float32."""
     module = formats[name]
@@ -239,7 +239,7 @@ def taken(side: Any, module: types.ModuleType, given: QuantizedTensor, valid: in
 
 @each_format
 @pytest.mark.parametrize(("block", "dim"), [(64, 128), (128, 64)])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_block_of_keys(formats: dict[str, types.ModuleType], name: str, block: int, dim: int) -> None:
     given, side = drawn(name, block, dim), left(formats[name], name, False, block, dim)
     found = left_side(taken(side, formats[name], given, None), block, dim, DTYPES[name][0])
@@ -253,7 +253,7 @@ def test_a_block_of_keys(formats: dict[str, types.ModuleType], name: str, block:
     ("block", "dim", "valid", "layout"),
     [(64, 64, 64, "linear"), (64, 128, 37, "interleaved"), (128, 64, 1, "linear"), (64, 128, 38, "linear")],
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_block_of_values(
     formats: dict[str, types.ModuleType], name: str, block: int, dim: int, valid: int, layout: str
 ) -> None:
@@ -299,7 +299,7 @@ def prepared(side: Any, threads: int = THREADS) -> Tensor:
 @pytest.mark.parametrize(
     ("which", "dim", "layout"), [("k", 64, "linear"), ("v", 64, "linear"), ("v", 128, "interleaved")]
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_block_on_the_right_side(
     formats: dict[str, types.ModuleType], name: str, which: str, dim: int, layout: str
 ) -> None:

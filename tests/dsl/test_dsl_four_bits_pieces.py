@@ -94,7 +94,7 @@ def taken(side: Any, module: types.ModuleType, given: QuantizedTensor, valid: in
 
 @each_format
 @pytest.mark.parametrize(("block", "dim"), [(64, 128), (128, 128), (128, 64)])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_pieces_of_keys(modules: dict[str, types.ModuleType], name: str, block: int, dim: int) -> None:
     given, side = drawn(name, block, dim), side_of(modules[name], name, False, block, dim)
     wanted = exact(given.dequantize()[1], LACKING[name][0])[:, prepared(side)]
@@ -112,7 +112,7 @@ def test_pieces_of_keys(modules: dict[str, types.ModuleType], name: str, block: 
         (128, 128, 128, "linear"), (128, 128, 38, "linear"),
     ],
 )  # fmt: skip
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_pieces_of_values(
     modules: dict[str, types.ModuleType], name: str, block: int, dim: int, valid: int, layout: str
 ) -> None:

@@ -67,7 +67,7 @@ CASES = [
 
 @each_format
 @pytest.mark.parametrize(("which", "block", "dim", "layout"), CASES)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_tile_is_decoded_in_its_place(
     formats: dict[str, types.ModuleType], name: str, which: str, block: int, dim: int, layout: str
 ) -> None:

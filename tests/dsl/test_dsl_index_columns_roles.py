@@ -183,7 +183,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.planted
 def test_a_table_that_does_not_fit_the_roles(name: str, fault: str) -> None:
     with pytest.raises((Deadlock, AssertionError)):

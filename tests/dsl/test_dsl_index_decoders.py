@@ -170,6 +170,7 @@ def side(name: str, dim: int, block: int = 64) -> Any:
 
 @each_format
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.drawn(2)
 def test_warps_share_the_rows_of_a_block(formats: dict[str, types.ModuleType], name: str, dim: int) -> None:
     given, keys = drawn(name, 64, dim), side(name, dim)
     tile = memory(torch.full((64 * dim,), 1), 16)

@@ -168,7 +168,7 @@ def test_the_threshold(kind: str, heads: int, blocks: int, k: int, few: bool, th
 
 @pytest.mark.parametrize("requests", [1, 3, 40, 70])
 @pytest.mark.parametrize("ctas", [1, 7, 66])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_decode_score_shares_out_every_block(requests: int, ctas: int) -> None:
     """Runs differ by one unit at most; together they hold each block of each tile of each request once, in order."""
     module = kernel_of("decode_score")

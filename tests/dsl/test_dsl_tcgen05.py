@@ -49,7 +49,7 @@ def score(block_size: int) -> Any:
 
 @pytest.mark.parametrize("group", [16, 8, 4, 2, 1])
 @pytest.mark.parametrize("head_dim", DIMS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_gathered_rows_lie_where_the_left_operand_is_read_and_threads_store(head_dim: int, group: int) -> None:
     rows = wide_gather.WideRows(BFloat16, head_dim, group)
     heads, panel, panels, _ = rows.box
@@ -98,6 +98,7 @@ def test_gathered_rows_lie_where_the_left_operand_is_read_and_threads_store(head
 @pytest.mark.parametrize("pages", [1, 4])
 @pytest.mark.parametrize("block_size", DIMS)
 @pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.drawn(4)
 def test_keys_and_values_lie_where_the_right_operands_are_read(head_dim: int, block_size: int, pages: int) -> None:
     box_rows = block_size // pages
 

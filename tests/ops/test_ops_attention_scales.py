@@ -217,6 +217,7 @@ def test_e5m2_is_refused(op):
 @pytest.mark.parametrize("value", [-1.0, torch.nan, torch.inf])
 @BASES
 @pytest.mark.parametrize("op", ATTENDING)
+@pytest.mark.drawn(6)
 def test_check_refuses_scales_that_are_negative_or_not_finite(op, base, value):
     for per in PER:
         arguments = quantised(op, base, per, per)
@@ -272,6 +273,7 @@ def test_training_takes_no_quantised_tensors(op):
 @pytest.mark.parametrize("v_per", PER)
 @BASES
 @pytest.mark.parametrize("op", DECODING)
+@pytest.mark.drawn(12)
 def test_decode_kernels_get_every_scale_once(op, base, k_per, v_per, decode_kernels):
     """A stand-in multiplies by every scale that it is given, of the shape that its variant says."""
     arguments = quantised(op, base, k_per, v_per)

@@ -77,6 +77,7 @@ def knob(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("page", [0, BLOCK, BLOCK // 4])
+@pytest.mark.drawn(4)
 def test_a_copy_is_made_of_so_many_keys_a_query(format: str, page: int) -> None:
     queries = 4096
     most = MOST[format] * queries

@@ -81,7 +81,7 @@ def equal(found, wanted):
 @pytest.mark.parametrize("pages_per_block", [0, 1, 4], ids=["flat", "paged", "small pages"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 def test_a_step_is_selection_and_attention(batch, heads, pages_per_block):
     arguments = step(batch, heads, pages_per_block)
     for forced in FORCED:

@@ -66,6 +66,7 @@ def agree(op, arguments):
 @each_format
 @BASES
 @pytest.mark.parametrize("op", [*ATTENDING, *INDEXERS])
+@pytest.mark.drawn(10)
 def test_answers_are_those_of_the_dequantised_values(op, base, name):
     arguments = packed(drawn(op, base), name)
     found = agree(op, arguments)
@@ -79,6 +80,7 @@ def test_answers_are_those_of_the_dequantised_values(op, base, name):
 
 @pytest.mark.parametrize("index", ["bf16", "e4m3", "q16k4", "q8k4", "q16kmx4", "q8kmx4"])
 @pytest.mark.parametrize("kv", ["bf16", "e4m3", "nvfp4", "mxfp4"])
+@pytest.mark.drawn(10)
 def test_a_step_takes_any_index_format_with_any_of_keys(index, kv):
     arguments = drawn("msa_decode", paged if len(kv) == 5 else call)
     clean = {name: arguments[name].nan_to_num(0.0) for name in KEYS}

@@ -268,7 +268,7 @@ class TestCompile:
         same(gradients(compiled, tensors()), gradients(loss, tensors()))
 
     @pytest.mark.parametrize("op", ["dense_attention", "index_kl", "sparse_attention", "sparse_attention_backward"])
-    @pytest.mark.drawn(2)
+    @pytest.mark.drawn(1)
     def test_opcheck(self, op, monkeypatch):
         """Schema, fake kernel and, where there is one, the autograd registration."""
         pair, seen = module(op)._OPERATOR, []

@@ -113,7 +113,7 @@ def test_an_option_that_names_nothing_is_refused(
 @pytest.mark.parametrize(
     "command", [*([command] for command in FILTERED), ["support", "--json"], ["generate", "--check"]], ids=" ".join
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_names_that_leave_nothing_are_refused(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +185,7 @@ def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["ascii", "full", "no stdout", "no stderr", "stderr alone"],
 )
+@pytest.mark.drawn(3)
 def test_a_terminal_of_few_letters_a_disk_without_room_and_streams_that_are_closed(
     shell: str, status: int, told: str
 ) -> None:

@@ -144,6 +144,7 @@ def test_evidence_that_cannot_be_kept(
         (["bench", "--seconds", "inf"], "--seconds is inf, wanted more than 0 and at most 600"),
     ],
 )
+@pytest.mark.drawn(5)
 def test_a_size_that_runs_away(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +189,7 @@ RECORDS = {
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 def test_a_torn_record_is_named(
     record: str,
     command: list[str],
@@ -299,6 +300,7 @@ def test_no_line_of_progress_is_written_twice(
         ("cuda:7", "--device cuda:7 is not here: there are 2 GPUs"),
     ],
 )
+@pytest.mark.drawn(6)
 def test_a_device_that_is_not_here(
     command: str, device: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

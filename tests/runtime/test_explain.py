@@ -50,6 +50,7 @@ def test_parts_that_read_nothing_quantised_run_in_their_own_precision(capsys: py
 
 @pytest.mark.parametrize("op", ["decode_score", "index_score", "select_blocks"])
 @pytest.mark.parametrize("precision", [name for name, p in REGISTRY.precisions.items() if "index_key" in p.formats])
+@pytest.mark.drawn(8)
 def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
     op: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("op", [op for op, each in SPECS.operators.items() if op in ops.__all__ and each.roles])
+@pytest.mark.drawn(5)
 def test_rows_may_have_the_precisions_in_which_calls_come_to_dispatch(op: str) -> None:
     """What specs know of it is what validation and launches do, for precisions of one's own as well."""
     precisions = dict(SPECS.precisions)
@@ -114,6 +116,7 @@ INDEXERS, ATTENTIONS = (
 
 @pytest.mark.parametrize("indexer", INDEXERS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.drawn(10)
 def test_a_pair_has_one_precision_for_index_keys_and_one_for_keys_and_values(
     indexer: str, attention: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_pair_that_is_not_served_says_what_is(
 
 @pytest.mark.parametrize("op", [op for op in PARTS if op in ops.__all__])
 @pytest.mark.parametrize("precision", [*REGISTRY.precisions, "fp8", "nvfp4", "fp4"])
+@pytest.mark.drawn(26)
 def test_every_precision_is_served_or_refused_with_those_that_are(
     op: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,6 +396,7 @@ def test_a_card_that_no_spec_has_is_none(name: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("op", ["sparse_attention", "sparse_attention_backward", "index_kl", "msa_attention"])
 @pytest.mark.parametrize("sizes", [(1 << 31, 1), (1 << 11, 1 << 20)])
+@pytest.mark.drawn(3)
 def test_the_largest_calls_are_rehearsed_in_few_launches(
     op: str, sizes: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_every_operator_is_among_these() -> None:
 
 @pytest.mark.parametrize("op", NEEDED)
 @pytest.mark.parametrize("backend", ["auto", "tilelang", "cutedsl"])
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(10)
 def test_every_kernel_of_a_call_with_its_grid(op: str, backend: str) -> None:
     further = {} if op == "build_schedule" else {"backend": backend}
     queries = 8 if "decode" in op else 4096  # few queries are split, and merged
@@ -225,6 +225,7 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("what", WINDOWED)
+@pytest.mark.drawn(3)
 def test_windows_that_are_alike_count_as_if_each_were_rehearsed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = "index_kl" if what == "of the prefix" else what if what in NEEDED else "sparse_attention"
     # The last window is a shorter one.
@@ -255,7 +256,7 @@ def test_memory_of_values_is_not_touched() -> None:
           for label in cases.labels(op) if cases.find(op, label).num_q > 1),
     ],
 )  # fmt: skip
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 def test_the_roofline_is_that_of_the_benchmarks(op: str, label: str) -> None:
     case = cases.find(op, label)
     told = msa_tiles.explain(getattr(ops, op), **arguments_of(op, queries=case.num_q, keys=case.num_k), device="sm90")

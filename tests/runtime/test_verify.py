@@ -71,7 +71,7 @@ def small_cases(op: str, specs: spec.Specs, precision: str = "bf16") -> list[Cas
 
 
 @pytest.mark.parametrize(("op", "precision"), CHECKED)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.Specs) -> None:
     found = small_cases(op, specs, precision)
     labels = {case.workload.label: case for case in found if case.workload.label not in ("one_query", "most_blocks")}
@@ -251,7 +251,7 @@ def move_an_edge(outputs: list[torch.Tensor]) -> None:
         ("build_schedule", move_an_edge),
     ],
 )
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_a_wrong_answer_is_noticed(op: str, spoil, specs: spec.Specs) -> None:  # type: ignore[no-untyped-def]
     planted(op, specs, spoil)
 
@@ -543,6 +543,7 @@ class TestRunner:
 
 @pytest.mark.parametrize("cell", default_registry().select(op="dequantize_kv", dsl="cutedsl"), ids=lambda cell: cell.id)
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.drawn(3)
 def test_kernels_take_what_cases_of_dequantize_kv_hand_them(cell: Cell, strided: bool) -> None:
     """Values that began anywhere in a pool were refused on a GPU, where nobody reads them so."""
     for number, case in enumerate(cases(cell, SPECS)):

@@ -43,7 +43,7 @@ def multiply(kernel: Any, seed: int, late: bool = True) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("late", [True, False])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> None:
     multiply(planted("small_chain", tmp_path).chain(), seed, late)
 
@@ -98,7 +98,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.planted
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
     replacements, expected = FAULTS[fault]

@@ -196,7 +196,7 @@ def test_unordered_ids_keep_the_causal_mask_of_the_last_block() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_lengths_around_a_block(length: int) -> None:
     call = Call([(length, length)], seed=length)
     check(call, *inputs(call), torch.tensor([[[1, 0]] * length], dtype=torch.int32))

@@ -61,7 +61,7 @@ def attend(kernel: Any, seed: int, late: bool = True) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("late", [True, False])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> None:
     attend(planted("small_attention", tmp_path).attention(), seed, late)
 
@@ -131,7 +131,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.planted
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
     replacements, expected = FAULTS[fault]

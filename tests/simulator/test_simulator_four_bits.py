@@ -106,7 +106,7 @@ def test_the_call_is_right_without_faults() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.planted
 def test_a_fault_is_caught(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, expected = FAULTS[fault]
@@ -136,7 +136,7 @@ FAULTS_OF_QUERIES: dict[str, tuple[str, str, tuple[type[Exception], ...]]] = {
 
 @pytest.mark.parametrize("op", ["index_score", "select_blocks"])
 @pytest.mark.parametrize("fault", FAULTS_OF_QUERIES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.planted
 def test_a_fault_in_turning_queries_is_caught(
     fault: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +158,7 @@ def index(op: str, precision: str, call: Call) -> None:
 
 @each_format
 @pytest.mark.parametrize("op", ["index_score", "select_blocks", "decode_score"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_key_that_is_nan_counts_for_nobody(name: str, op: str) -> None:
     """A key with a group whose scale is NaN, and a block of such keys, in the middle of keys that are seen."""
     call = Call([(9, 300)], seed=6, values="integer")

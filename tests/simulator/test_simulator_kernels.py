@@ -1007,7 +1007,7 @@ def test_rows_longer_than_a_warp_end_where_their_request_ends() -> None:
 @pytest.mark.parametrize("op", ["sparse_attention", "select_blocks", "index_score", "decode_score", "sparse_decode",
                                 "shared_attention", "sparse_attention_backward", "index_lse", "index_kl"])  # fmt: skip
 @pytest.mark.parametrize("keys", [1, 70])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: str, keys: int) -> None:
     """One query, one KV head, and one key or more: TMA is told other strides than such tensors have."""
     if not default_registry().select(op, "tilelang", target):
@@ -1057,7 +1057,7 @@ def test_the_stride_of_a_dimension_of_size_one_means_nothing(op: str, target: st
         "decode-heads",
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_what_is_not_finite_reaches_who_sees_it(
     op: str, call: dict[str, Any], sizes: dict[str, Any], which: str, value: float
 ) -> None:

@@ -41,6 +41,7 @@ def score(kernel: Any, seed: int, late: bool = True) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("late", [True, False])
+@pytest.mark.drawn(6)
 def test_the_whole_kernel_is_right(tmp_path: Path, seed: int, late: bool) -> None:
     score(planted("small_tensor", tmp_path).maxima(), seed, late)
 
@@ -93,7 +94,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.planted
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
     replacements, expected = FAULTS[fault]

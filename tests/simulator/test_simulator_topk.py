@@ -74,7 +74,7 @@ def wanted(score: Tensor, valid: Tensor, k: int, init: int, local: int, order: i
         ("special", 1, 4200, 20, 3, 4, 2),
     ],
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_the_best_blocks(kind: str, heads: int, blocks: int, k: int, init: int, local: int, order: int) -> None:
     score = scores_of(kind, (heads, 9, blocks))
     valid = torch.tensor([blocks, 0, blocks - 31, 1, 33, 31, 256, 257, blocks], dtype=torch.int32).clamp_max(blocks)
@@ -141,7 +141,7 @@ def test_without_a_fault_no_row_comes_out_wrong() -> None:
         ("if kept[0] > 0:", "if kept[0] > 1000:"),
     ],
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.planted
 def test_a_wrong_choice_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
     function = faulty(monkeypatch, tmp_path, old, new)

@@ -278,7 +278,7 @@ def test_outputs_that_calls_do_not_have(specs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.drawn(25)
+@pytest.mark.drawn(13)
 def test_mistake(name: str, specs: Path) -> None:
     file, old, new, offset, sentence = MISTAKES[name]
     text = (specs / file).read_text()
