@@ -132,8 +132,11 @@ def test_importing_does_not_load_what_it_does_not_need() -> None:
     unwanted = {
         **dict.fromkeys(("msa_tiles", "msa_tiles.cli", "msa_tiles.spec", "msa_tiles.codegen"), HEAVY),
         **dict.fromkeys(("msa_tiles.runtime", "msa_tiles.runtime.workers", "msa_tiles.runtime.parts"), HEAVY),
-        **dict.fromkeys(("msa_tiles.runtime.dispatch", "msa_tiles.ops"), dsls | {"msa_tiles.compat", "matplotlib"}),
+        **dict.fromkeys(
+            ("msa_tiles.runtime.dispatch", "msa_tiles.ops", "msa_tiles.nn"), dsls | {"msa_tiles.compat", "matplotlib"}
+        ),
         "msa_tiles.bench.charts": dsls | {"matplotlib"},
+        "msa_tiles.compat.transformers": dsls | {"transformers"},
     }
     code = f"import importlib, sys\nfor name, unwanted in {unwanted!r}.items():"
     code += " importlib.import_module(name); print(name, *set(sys.modules) & unwanted)"
