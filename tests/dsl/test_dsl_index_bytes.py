@@ -200,6 +200,18 @@ def test_every_code(bytes_of: None, formats: dict[str, types.ModuleType]) -> Non
             assert found.tolist() == [values[code]] * 4
 
 
+def test_a_row_with_infinity_is_infinite(bytes_of: None, formats: dict[str, types.ModuleType]) -> None:
+    """Though e4m3 has none. What is no number, as all of a row with NaN, is below all numbers, and stays in its row."""
+    case = Case("q16k4m8", ((1, 64),), 4, 128)
+    drawn = torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
+    drawn[0, 1, 40], drawn[0, 2, 40], drawn[0, 3, 3] = torch.inf, -torch.inf, torch.nan
+    stored = memory(drawn.view(torch.int16), 16, lanes.Memory)
+    stored.chunk = 8
+    consumers = consumers_of(case, formats)
+    found = consumers.run(lanes.Tensor(stored, 0, (1, 4, 128), (512, 128, 1)))[:, 0, 0]
+    assert found[0].isfinite() and found[1] == found[2] == torch.inf == -found[3]
+
+
 @pytest.mark.parametrize("planted", ["one group of a chunk alone", "the wait for a unit left out"])
 def test_a_fault_shows(
     bytes_of: None, formats: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, planted: str
