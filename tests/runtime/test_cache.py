@@ -108,7 +108,6 @@ class TestManyAtOnce:
         assert fake.find() is not None
 
     @pytest.mark.parametrize("failure", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, None])
-    @pytest.mark.drawn(2)
     def test_processes_where_locks_fail_or_do_nothing(
         self, failure: int | None, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

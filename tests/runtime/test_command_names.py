@@ -185,7 +185,6 @@ def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["ascii", "full", "no stdout", "no stderr", "stderr alone"],
 )
-@pytest.mark.drawn(3)
 def test_a_terminal_of_few_letters_a_disk_without_room_and_streams_that_are_closed(
     shell: str, status: int, told: str
 ) -> None:

@@ -194,7 +194,6 @@ def test_an_error_that_is_a_key_alone_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(("dsl", "name"), [("tilelang", "nvcc"), ("cutedsl", "CuTe DSL")])
-@pytest.mark.drawn(1)
 def test_an_architecture_that_the_compiler_does_not_know_is_named(
     dsl: str, name: str, tmp_path: Path, nvcc: Path
 ) -> None:
