@@ -14,12 +14,13 @@ from typing import Any
 
 from msa_tiles import __version__, console, interrupts, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
-from msa_tiles.commands._options import Once, add_tree, is_target, path, targets_of
+from msa_tiles.commands._options import Once, add_tree, is_target, path, targets_of, tell_outdated
 from msa_tiles.errors import ToolError
 from msa_tiles.names import unknown
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
 COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune, bench)
+SHOWING = ("support", "matrix", "explain")  # these say of each kernel whether it is out of date
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,7 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 used.enter_context(trees.use(tree))
             if any(not is_target(name) for name in getattr(args, "target", None) or ()):
                 args.target = targets_of(args.target)
-            return args.func(args)
+            if args.command == "generate":
+                return args.func(args)
+            tell_outdated()
+            status = args.func(args)
+            if args.command not in SHOWING:
+                tell_outdated()  # what was said before the work is far above its result
+            return status
     except KeyboardInterrupt:
         console.complain("msa-tiles: interrupted")
         return INTERRUPTED

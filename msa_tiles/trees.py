@@ -29,10 +29,12 @@ from typing import ParamSpec, TypeVar
 
 from msa_tiles import paths, trust
 from msa_tiles.errors import ToolError
-from msa_tiles.sources import forget_operands, search_operands
+from msa_tiles.files import from_json
+from msa_tiles.sources import OPERANDS, forget_operands, search_operands
 
 VARIABLE = "MSA_TILES_TREE"
 INSTALLATION = paths.PACKAGE
+STATE = "specs"  # the key of an index that has the state of the sources
 FOLDERS = ("specs", "skeletons", "operands", "generated")
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
@@ -57,17 +59,42 @@ class Tree:
         return self.directory / "skeletons"
 
     @property
+    def operands(self) -> Path:
+        return self.directory / OPERANDS[1:]
+
+    @property
     def generated(self) -> Path:
         return self.directory / "generated"
 
 
-def state_of_specs(tree: Tree) -> str:
-    """A digest of the names and texts of a tree's specs, which its index keeps."""
+def state_of_sources(tree: Tree) -> str:
+    """A digest of the names and texts of a tree's specs, skeletons and operands, which its index keeps."""
+    sources = [(file, file.relative_to(tree.specs)) for file in sorted(tree.specs.rglob("*.yaml"))]
+    for folder in (tree.skeletons, tree.operands):
+        sources += [(file, file.relative_to(tree.directory)) for file in sorted(folder.rglob("*.py"))]
     state = hashlib.sha256()
-    for file in sorted(tree.specs.rglob("*.yaml")):
-        for part in (file.relative_to(tree.specs).as_posix().encode(), file.read_bytes()):
-            state.update(hashlib.sha256(part).digest())
+    for file, name in sources:
+        if file.is_file():
+            for part in (name.as_posix().encode(), file.read_bytes()):
+                state.update(hashlib.sha256(part).digest())
     return state.hexdigest()[:16]
+
+
+def is_outdated(tree: Tree) -> bool:
+    """Whether a tree's sources are other than those that its kernels were generated from, as far as its index says."""
+    try:
+        recorded = from_json((tree.generated / "index.json").read_text(encoding="utf-8"))[STATE]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or one that whoever needs it refuses
+        return False
+    return recorded != state_of_sources(tree)
+
+
+def told_outdated(directory: Path) -> str:
+    """The sentence about a tree whose sources have changed."""
+    return (
+        f"the specs, skeletons or operands of {directory} have changed since its kernels were generated, which are as "
+        f"they were: run `msa-tiles generate --tree {directory}`"
+    )
 
 
 class Use:

@@ -14,7 +14,6 @@ from msa_tiles.paths import generated_dir
 from msa_tiles.spec import Expression, Location, Operator, Precision, Specs, Workload
 
 INDEX = "index.json"
-SPECS = "specs"  # the state of a tree's specs that its kernels were generated from
 REQUESTED = "requested"  # the targets that are generated on request and were requested of a tree
 FORMAT = 2
 _NAMED = ("targets", "formats", "precisions")

@@ -9,7 +9,7 @@ from pathlib import Path
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
-from msa_tiles.codegen.index import INDEX, REQUESTED, SPECS, joined
+from msa_tiles.codegen.index import INDEX, REQUESTED, joined
 from msa_tiles.codegen.writer import Generated, checked, produce
 from msa_tiles.files import from_json
 from msa_tiles.spec import KernelRow, Specs, Target, load
@@ -47,7 +47,7 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
         return named or row.target not in on_request or row.target in wanted
 
     made = produce(_only(specs, counts), folders, tree=top.directory, requested=on_request, beneath=joined(lower))
-    more = {REQUESTED: wanted, SPECS: trees.state_of_specs(top)}
+    more = {REQUESTED: wanted, trees.STATE: trees.state_of_sources(top)}
     return dataclasses.replace(made, index={**made.index, **more})
 
 
@@ -90,15 +90,6 @@ def _requested(tree: trees.Tree) -> set[str]:
     except (ValueError, KeyError, TypeError):
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in tree.generated.rglob("*.py"))
         return {cell.split(".")[2] for text in texts for cell in recorded_digests(text) if cell.count(".") > 2}
-
-
-def has_changed(tree: trees.Tree) -> bool:
-    """Whether a tree's specs are other than those that its kernels were generated from, as far as its index says."""
-    try:
-        recorded = from_json((tree.generated / INDEX).read_text(encoding="utf-8"))[SPECS]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or one that whoever needs it refuses
-        return False
-    return recorded != trees.state_of_specs(tree)
 
 
 def is_generated(tree: trees.Tree) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from msa_tiles.codegen.contract import MADE_BY, contract_of, header
 from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
-from msa_tiles.codegen.index import INDEX, SPECS, added, dumps, index, is_known
+from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
 from msa_tiles.codegen.marks import no_module, sizes_amiss
 from msa_tiles.codegen.plan import Cell, CellError, CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
@@ -32,6 +32,7 @@ from msa_tiles.sources import (
 from msa_tiles.spec import Mistakes, SpecError, Specs, load
 from msa_tiles.spec.source import shown
 from msa_tiles.tables import table_of
+from msa_tiles.trees import STATE
 
 _ABANDONED = 3600  # seconds after which nobody writes a file any more
 
@@ -268,7 +269,7 @@ def _merged_index(generated: Generated, out: Path, selection: Selection) -> Mapp
         if selection.holds(cell["id"]) or cell["id"] in kept
     ]
     # Where some cells stay as they are, so does what they were generated from.
-    state = {SPECS: present.get(SPECS, generated.index[SPECS])} if SPECS in generated.index else {}
+    state = {STATE: present.get(STATE, generated.index[STATE])} if STATE in generated.index else {}
     return {**generated.index, **state, "cells": cells}
 
 

@@ -234,15 +234,10 @@ def _served_by_others(filters: Mapping[str, Sequence[str]], registry: Registry) 
     return "; ".join(told)
 
 
-def tell_changed_specs() -> None:
-    """Complain of trees in use whose specs are other than those that their kernels were generated from."""
-    from msa_tiles.codegen.own import has_changed
-
-    for tree in filter(has_changed, trees.stack()):
-        console.complain(
-            f"the specs of {tree.directory} have changed since its kernels were generated, which are as they were: run "
-            f"`msa-tiles generate --tree {tree.directory}`"
-        )
+def tell_outdated() -> None:
+    """Complain of trees in use whose sources are other than those that their kernels were generated from."""
+    for tree in filter(trees.is_outdated, trees.stack()):
+        console.complain(trees.told_outdated(tree.directory))
 
 
 def tell_changed_targets(cells: Iterable[Cell], registry: Registry) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msa_tiles import console, names
-from msa_tiles.commands._options import add_names, cuda_device, listed, only, seconds, tell_changed_specs
+from msa_tiles.commands._options import add_names, cuda_device, listed, only, seconds
 from msa_tiles.errors import ToolError
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
@@ -139,7 +139,6 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
 
     if args.out is not None:
         refuse_unwritable("--out", args.out, directory=False)
-    tell_changed_specs()
     device = cuda_device("--device", args.device, "kernels are timed on one; --from FILE shows rows of earlier runs")
     dsls = tuple(dsl for dsl in DSLS if not args.backend or dsl in args.backend)
     for dsl, reason in ((dsl, toolchain.missing(dsl)) for dsl in dsls):

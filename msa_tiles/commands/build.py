@@ -21,7 +21,6 @@ from msa_tiles.commands._options import (
     processes,
     refuse_ungenerated,
     select,
-    tell_changed_specs,
     ungenerated,
     without_missing,
     without_oversized,
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if args.cache is not None:
         refuse_unwritable("--cache", args.cache, directory=True)
     registry = default_registry()
-    tell_changed_specs()
     if args.calls:
         return _build_for(args, registry)
     installed = without_missing(_own(args, select(args, registry)))

@@ -7,10 +7,11 @@ import collections
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msa_tiles import console
+from msa_tiles import console, trees
 from msa_tiles.commands._options import (
     add_json,
     add_names,
@@ -18,7 +19,6 @@ from msa_tiles.commands._options import (
     at_least,
     known_names,
     refuse_ungenerated,
-    tell_changed_specs,
     ungenerated,
 )
 from msa_tiles.commands.support import is_generated
@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec.cards import unknown_target
 
     registry = default_registry()
-    tell_changed_specs()
     if args.op == DENSE:
         told = {"op": DENSE, "runs": BORROWED}
         console.say(json.dumps(told, indent=1) if args.json else f"{DENSE} {IN_WORDS[BORROWED]}.")
@@ -298,6 +297,7 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
                 "origin": None if each.refusal is not None else _origin(each, registry),
                 "verified": evidence.has_run(each.cell, registry),
                 "edited": each.refusal is None and not is_generated(each.cell),
+                "outdated": each.cell.tree in registry.outdated,
             }
             for each in decision.candidates
         ],
@@ -326,7 +326,7 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
     if "k_offset" in args.feature and _takes_shards(op):
         console.say("  k_offset: the operator hands its kernel the shard as a call of its own")
     for candidate in decision.candidates:
-        name = candidate.cell.id + _whence(candidate.cell)
+        name = candidate.cell.id + _whence(candidate.cell, registry)
         if candidate.refusal is not None:
             console.say(f"  {name}: refuses: {candidate.refusal}")
             continue
@@ -342,6 +342,7 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
         if device_target := decision.device.target:
             _say_served(decision, args, registry)
             _say_remedy(registry, [op], device_target, call.precision)
+        _say_outdated(registry.outdated)
         return
     if decision.figure is not None:
         figure = decision.figure
@@ -354,6 +355,12 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
         shape = f", at {variant_text(differing)}" if differing else ""
         console.say(f"Measured on {figure.card}, {figure.workload}{shape}{other}: {timed}")
     console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
+    _say_outdated(tree for tree in registry.outdated if tree == decision.chosen.cell.tree)
+
+
+def _say_outdated(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        console.say(f"Out of date: {trees.told_outdated(directory)}")
 
 
 def _say_served(decision: Decision, args: argparse.Namespace, registry: Registry) -> None:
@@ -374,11 +381,13 @@ def _say_remedy(registry: Registry, ops: Sequence[str], target: str, *precisions
         console.say(remedy)
 
 
-def _whence(cell: Cell) -> str:
+def _whence(cell: Cell, registry: Registry) -> str:
     """Which tree a kernel is of; empty for a shipped one."""
     if cell.tree is None:
         return ""
-    return f" (of the tree {cell.tree}{', in place of the one beneath' if cell.replaces else ''})"
+    place = ", in place of the one beneath" if cell.replaces else ""
+    age = ", out of date" if cell.tree in registry.outdated else ""
+    return f" (of the tree {cell.tree}{place}{age})"
 
 
 def _origin(candidate: Candidate, registry: Registry) -> str:

@@ -18,7 +18,6 @@ from msa_tiles.commands._options import (
     only,
     processes,
     refuse_ungenerated,
-    tell_changed_specs,
     ungenerated,
     without_oversized,
 )
@@ -63,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify.launched import unverified
 
     registry = default_registry()
-    tell_changed_specs()
     if not args.target:
         raise ValueError(f"--target is missing; it is one of {', '.join(registry.targets)}")
     refuse_ungenerated("--target", args.target, registry)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, trees
-from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_specs, tell_changed_targets
+from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_targets
 from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
     if args.accuracy and args.operands:
         raise ValueError("--accuracy and --operands are two tables: ask for one of them")
     registry = default_registry()
-    tell_changed_specs()
     # A target without any kernel is no mistake here: what it lacks is shown.
     bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
     of_kernels = args.json or args.accuracy or args.operands
@@ -145,8 +144,9 @@ def describe(
     generated = is_generated(cell)
     target = registry.targets[cell.target]
     ran, passed = evidence.is_verified(cell, verified), evidence.is_recorded(cell, target, compiled)
+    outdated = cell.tree in registry.outdated
     flags = {
-        "generated": generated,
+        "generated": generated and not outdated,
         # By the record that is committed, or by this machine's cache.
         "compiled": generated and (passed or evidence.is_compiled(cell, target)),
         "simulated": generated and evidence.is_simulated(cell),
@@ -160,7 +160,7 @@ def describe(
         "precision": cell.precision,
         "group": registry.group_of(cell.precision),
         "algorithm": cell.entry["algorithm"],
-        "status": evidence.status(flags) if generated or not cell.file.exists() else "edited",
+        "status": _status(cell, generated, outdated, flags),
         "flags": [flag for flag in evidence.FLAGS if flags[flag]],
         "file": cell.entry["file"],
         "digest": cell.digest,
@@ -180,6 +180,15 @@ def describe(
             if cell.id in figure.ms
         ],
     }
+
+
+def _status(cell: Cell, generated: bool, outdated: bool, flags: Mapping[str, bool]) -> str:
+    """The strongest flag, or why it counts for nothing."""
+    from msa_tiles.runtime import evidence
+
+    if not generated and cell.file.exists():
+        return "edited"
+    return "outdated" if generated and outdated else evidence.status(flags)
 
 
 def _record(cell: Cell, records: Mapping[str, Mapping[str, Any]], current: bool) -> dict[str, Any] | None:

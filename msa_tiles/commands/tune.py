@@ -22,7 +22,6 @@ from msa_tiles.commands._options import (
     on_target,
     seconds,
     select,
-    tell_changed_specs,
 )
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.spec import load
 
     registry = default_registry()
-    tell_changed_specs()
     cells = select(args, registry)
     operators = load(*trees.specs_dirs()).operators
     labels = {cell.op: [workload.label for workload in operators[cell.op].bench] for cell in cells}

@@ -23,7 +23,6 @@ from msa_tiles.commands._options import (
     on_target,
     processes,
     select,
-    tell_changed_specs,
     tree_options,
     without_missing,
 )
@@ -87,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify.launched import to_compile
 
     registry = default_registry()
-    tell_changed_specs()
     cells = select(args, registry)
     processes("--jobs", args.jobs)
     processes("--processes", args.processes)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from msa_tiles import ops
+from msa_tiles import ops, trees
 from msa_tiles.call import backends
 from msa_tiles.explaining import expect, grids
 from msa_tiles.explaining.report import (
@@ -273,6 +273,10 @@ def _report(
         )
     if any(entry.stopped for entry in met.entries) and (remedy := _remedy(op, met, facts, registry)):
         notes.append(remedy)
+    stopped = any(entry.stopped for entry in met.entries)
+    chosen = {entry.decision.chosen.cell.tree for entry in met.entries if entry.decision.chosen is not None}
+    outdated = (tree for tree in registry.outdated if stopped or tree in chosen)
+    notes += [f"Out of date: {trees.told_outdated(tree)}" for tree in outdated]
     whole = _whole(op, met, expected, facts)
     notes += _never_timed(met, (whole, *expected.values()))
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)

@@ -45,7 +45,7 @@ def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None,
     entries = []
     for cell in registry.cells if cells is None else cells:
         ran = evidence.is_verified(cell, verified)
-        if not is_generated(cell):
+        if cell.tree in registry.outdated or not is_generated(cell):
             status = "out of date"
         elif ran:
             status = "verified"

@@ -261,7 +261,9 @@ def _key(op: str, facts: CallFacts, backend: str, helper: bool) -> tuple:
 def _find(op: str, facts: CallFacts, backend: str, helper: bool) -> Kernel:
     decision, registry = _decide(op, facts, backend, helper)
     if decision.chosen is None:
-        raise NoKernelError(decision.complaint())
+        raise NoKernelError("\n".join([decision.complaint(), *map(trees.told_outdated, registry.outdated)]))
+    if decision.chosen.cell.tree in registry.outdated:
+        _log.warning("%s: %s", decision.chosen.cell.id, trees.told_outdated(decision.chosen.cell.tree))
     cell, variant = decision.chosen.cell, decision.chosen.variant
     entry: Entry | Packed | Pending | None = decision.chosen.packed
     if entry is None:

@@ -136,6 +136,7 @@ class Registry:
     formats: Mapping[str, Mapping[str, Any]]  # name -> group, storage, bits, …
     below: tuple[Path, ...] = ()  # the directories beneath, the highest one first
     changed: frozenset[str] = frozenset()  # targets of which a tree says otherwise than what kernels were made for
+    outdated: tuple[Path, ...] = ()  # trees whose sources have changed since their kernels were generated
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -186,7 +187,10 @@ class Registry:
         # A cell takes the place of the one that it replaces.
         own = {cell.id: cell for cell in cells}
         kept = [own.pop(name, cell) for name, cell in hidden.items()]
-        return cls(directory, (*kept, *own.values()), targets, precisions, formats, below, changed)
+        outdated = () if beneath is None else beneath.outdated
+        if tree is not None and trees.is_outdated(trees.Tree(tree)):
+            outdated = (tree, *outdated)
+        return cls(directory, (*kept, *own.values()), targets, precisions, formats, below, changed, outdated)
 
     def of(self, op: str) -> tuple[Cell, ...]:
         """The cells of one operator."""

@@ -235,7 +235,7 @@ def test_explain_says_that_times_are_of_the_shipped_kernel(tree: Path, capsys: p
     assert "estimates" not in capsys.readouterr().out
 
 
-def test_specs_of_a_tree_that_have_changed_since_are_told(
+def test_sources_of_a_tree_that_have_changed_since_are_told_by_every_command(
     few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: None
 ) -> None:
     operator = write(
@@ -245,6 +245,8 @@ def test_specs_of_a_tree_that_have_changed_since_are_told(
     asked = {
         "support": 0,
         "explain combine --device sm90": 0,
+        "matrix --op none": 2,
+        "demo --steps 0": 2,
         "build --op none": 2,
         "build --for combine --op combine": 2,
         "pack --target sm90 --out pack --jobs 0": 2,
@@ -259,9 +261,13 @@ def test_specs_of_a_tree_that_have_changed_since_are_told(
         for command, status in asked.items():
             assert cli.main([*command.split(), *named]) == status
             err = capsys.readouterr().err
-            found.append(f"the specs of {tmp_path.resolve()} have changed since its kernels were generated" in err)
+            found.append(trees.told_outdated(tmp_path.resolve()) in err)
         return found
 
+    others = {"generate", "bench"}  # the one that mends it, and the one of the next test
+    assert {command.split()[0] for command in asked} == {
+        each.__name__.rpartition(".")[2] for each in cli.COMMANDS
+    } - others
     assert not any(told())
     operator.write_text(operator.read_text().replace("own", "other"))
     assert all(told())
@@ -271,6 +277,22 @@ def test_specs_of_a_tree_that_have_changed_since_are_told(
     assert not any(told()), "no cell is left as it was"
     assert cli.main(["generate", *named]) == cli.main(["generate", "--check", *named]) == 0
     assert not any(told())
+    skeleton = write(
+        tmp_path / "skeletons/cutedsl/simt/combine.py", (SKELETONS / "cutedsl/simt/combine.py").read_text()
+    )
+    assert all(told())
+    assert cli.main(["generate", *named]) == 0
+    assert not any(told())
+    skeleton.write_text(skeleton.read_text() + "# more\n")
+    assert all(told())
+    assert cli.main(["generate", *named]) == 0
+    operand = write(tmp_path / "operands/cutedsl/mine.py", "TENSORS = ()\n")
+    assert all(told())
+    assert cli.main(["generate", *named]) == 0
+    assert not any(told())
+    operand.unlink()
+    assert all(told())
+    assert cli.main(["generate", *named]) == 0
     write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
     assert all(told())
 
@@ -281,7 +303,65 @@ def test_what_is_timed_is_told_that_specs_have_changed(tmp_path: Path, capsys: p
     empty = {"format": 2, "targets": {}, "formats": {}, "precisions": {}, "cells": [], "specs": "others"}
     write(tmp_path / "generated/index.json", json.dumps(empty))
     assert cli.main(["bench", "--device", "cpu", "--tree", str(tmp_path)]) == 2
-    assert f"the specs of {tmp_path.resolve()} have changed since" in capsys.readouterr().err
+    assert trees.told_outdated(tmp_path.resolve()) in capsys.readouterr().err
+
+
+def test_kernels_of_a_copied_tree_whose_spec_was_edited_are_out_of_date_in_every_answer(
+    tree: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = tmp_path.resolve() / "copy"
+    shutil.copytree(tree, copy)
+    spec = copy / "specs/operators/sparse_decode.yaml"
+    told = trees.told_outdated(copy)
+    filters = "--op sparse_decode --dsl cutedsl --precision bf16 --target sm90"
+
+    def lines(command: str) -> list[str]:
+        capsys.readouterr()
+        cli.main([*command.split(), "--tree", str(copy)])
+        return capsys.readouterr().out.splitlines()
+
+    def last_lines() -> list[bool]:
+        return [
+            " outdated " in lines(f"support {filters}")[-1],
+            "out of date" in "".join(line for line in lines(f"matrix {filters}") if line.startswith("sparse_decode")),
+            told in lines("explain sparse_decode --device sm90 --backend cutedsl")[-1],
+            told in lines("explain sparse_decode --device sm90 --backend cutedsl --variant group=7")[-1],
+            any(
+                told in line
+                for line in lines("explain sparse_decode --device sm90 --backend cutedsl --queries 1 --keys 4096")
+            ),
+        ]
+
+    assert not any(last_lines())
+    spec.write_text(spec.read_text().replace("stages: 3", "stages: 2"))
+    assert all(last_lines())
+    [row] = json.loads("\n".join(lines(f"support {filters} --json")))
+    assert row["status"] == "outdated" and "generated" not in row["flags"]
+
+    def made(jobs: list[Job], *_: object, **__: object) -> Iterator[Outcome]:
+        return iter([Outcome(job, None, 0.0, ()) for job in jobs])
+
+    monkeypatch.setattr("msa_tiles.runtime.build.build", made)
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: None)
+    assert cli.main(["build", *filters.split(), "--tree", str(copy)]) == 0
+    assert capsys.readouterr().err.rstrip().endswith(told), "it is told behind the table, too"
+    monkeypatch.setattr(dispatch, "obtain", lambda *_: None)
+    monkeypatch.setattr(dispatch, "Kernel", lambda cell, *_: cell)
+    monkeypatch.setattr(
+        dispatch, "device_facts", lambda device, targets: target_facts(default_registry().targets["sm90"])
+    )
+    with msa_tiles.use_tree(copy):
+        ci = default_registry().select("sparse_decode", "cutedsl", "sm90", "bf16")[0].ci[0]
+        facts = CallFacts("sparse_decode", torch.device("cuda"), "bf16", ci)
+        caplog.clear()
+        assert find_kernel("sparse_decode", facts, "cutedsl").tree == copy  # type: ignore[attr-defined]
+        assert told in caplog.text
+        with pytest.raises(dispatch.NoKernelError, match=re.escape(told)):
+            find_kernel("sparse_decode", dataclasses.replace(facts, variant={**ci, "group": 7}), "cutedsl")
 
 
 def test_a_target_of_the_same_architecture_goes_first_and_shipped_kernels_serve_it(tree: Path) -> None:
