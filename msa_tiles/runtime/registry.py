@@ -217,7 +217,9 @@ class Registry:
         formats = self.precisions[precision].formats if precision in self.precisions else {}
         if op not in WIDENING or "index_key" not in formats or self.formats[formats["index_key"]]["packed"] == 1:
             return precision
-        return self.precision_of({"query": "bfloat16", "index_key": formats["index_key"]})
+        serving = self.precision_of({"query": "bfloat16", "index_key": formats["index_key"]})
+        # One of the same formats only multiplies differently: nothing is widened.
+        return precision if serving in self.precisions and self.precisions[serving].formats == formats else serving
 
     def precision_of(self, storages: Mapping[str, str]) -> str:
         """The first precision whose tensors are stored like that, by role; else a text that says how they are.

@@ -12,6 +12,7 @@ from msa_tiles.explaining import explain as rehearse
 from msa_tiles.explaining import rehearsal
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.paths import specs_dir
+from msa_tiles.runtime import evidence
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
 from msa_tiles.runtime.registry import Precision, default_registry
@@ -48,8 +49,13 @@ def test_parts_that_read_nothing_quantised_run_in_their_own_precision(capsys: py
     assert "\ncombine on NVIDIA H100 80GB HBM3 (sm90): bf16" in text
 
 
+# Of index keys. Calls carry the first one of those that only multiply differently.
+INDEXED = {name: p for name, p in REGISTRY.precisions.items() if "index_key" in p.formats}
+CARRIED = [name for name, p in INDEXED.items() if name == next(k for k, q in INDEXED.items() if q.formats == p.formats)]
+
+
 @pytest.mark.parametrize("op", ["decode_score", "index_score", "select_blocks"])
-@pytest.mark.parametrize("precision", [name for name, p in REGISTRY.precisions.items() if "index_key" in p.formats])
+@pytest.mark.parametrize("precision", CARRIED)
 @pytest.mark.drawn(8)
 def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
     op: str, precision: str, capsys: pytest.CaptureFixture[str]
@@ -70,6 +76,20 @@ def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
 
     [job] = jobs_for(f"{op},precision={precision}", REGISTRY, "sm90")
     assert job.cell.id == launched.cell
+
+
+@pytest.mark.parametrize("precision", sorted(INDEXED.keys() - CARRIED))
+def test_kernels_that_multiply_differently_are_candidates_of_each_other(
+    precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever of them is named: queries are not widened, and one that is verified runs."""
+    [same] = [name for name in CARRIED if INDEXED[name].formats == INDEXED[precision].formats]
+    for named in (same, precision):
+        status, text = explain(capsys, "decode_score", "--device", "sm90", "--precision", named)
+        assert status == 0 and "widened" not in text
+        assert all(f"decode_score.cutedsl.sm90.{each}: serves it" in text for each in (same, precision))
+        runs = text.partition("\nRuns ")[2].partition(",")[0]
+        assert evidence.has_run(next(cell for cell in REGISTRY.cells if cell.id == runs), REGISTRY)
 
 
 SPECS = load(specs_dir())
