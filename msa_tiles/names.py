@@ -14,9 +14,9 @@ def unknown(what: str, name: str, known: Iterable[str], alike: float = 0.6) -> s
     return f"{what} {name} is unknown{meant}{' Known' if close else '; known'}: {', '.join(every) or 'none'}"
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     """The end of a sentence about a name that is not known: the one that may have been meant, if any is close."""
-    close = _close(name, list(known), 0.6)
+    close = _close(name, list(known), alike)
     return f"; did you mean {close!r}?" if close else ""
 
 

@@ -152,7 +152,8 @@ def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
         for each in _parts(directory):
             trust.require(each, _status(each))
     except trust.TrustError as error:
-        raise TreeError(f"{by}{error}, and a tree is code; `chmod -R go-w {directory}` keeps others out") from error
+        remedy = f"; `chmod -R go-w {directory}` keeps others out" if isinstance(error, trust.WritableError) else ""
+        raise TreeError(f"{by}{error}, and a tree is code{remedy}") from error
     except OSError as error:
         raise TreeError(f"{by}{error.filename} cannot be read ({error.strerror})") from error
     return Tree(directory)

@@ -19,6 +19,10 @@ class TrustError(ValueError):
     """A file that code would be loaded from is not trusted; the message says why."""
 
 
+class WritableError(TrustError):
+    """It is not trusted because others may write to it."""
+
+
 def trusted_users() -> frozenset[int]:
     """Numbers of the users whose files are trusted. Raises ValueError for a variable that holds no numbers."""
     named = os.environ.get(VARIABLE, "").replace(",", " ").split()
@@ -37,7 +41,7 @@ def require(path: Path | str, status: os.stat_result) -> None:
             f"{VARIABLE}={status.st_uid} trusts that user"
         )
     if status.st_mode & _OTHERS:
-        raise TrustError(f"{path} may be written to by others (mode {stat.S_IMODE(status.st_mode):o})")
+        raise WritableError(f"{path} may be written to by others (mode {stat.S_IMODE(status.st_mode):o})")
 
 
 def read(path: Path, limit: int | None = None) -> bytes:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import cast
 
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.codegen.index import INDEX, REQUESTED, joined
+from msa_tiles.codegen.misplaced import misplaced
 from msa_tiles.codegen.writer import Generated, checked, produce
 from msa_tiles.files import from_json
-from msa_tiles.spec import KernelRow, Specs, Target, load
+from msa_tiles.spec import KernelRow, Mistakes, Specs, Target, load
+from msa_tiles.spec.loader import OPERATORS
 from msa_tiles.spec.model import frozen
 
 
@@ -22,9 +25,14 @@ def specs_in_use(stack: Sequence[trees.Tree] | None = None) -> Specs:
 
 
 def checked_specs(requested: Collection[str] = ()) -> Specs:
-    """The same. The mistakes are told with those that rendering the others finds."""
-    folders = [*(tree.skeletons for tree in trees.stack()), SKELETONS]
-    return checked(trees.specs_dirs(), folders, trees.stack()[0].directory, requested)
+    """The same. The mistakes are told with those that rendering the others finds, and with what nothing would read."""
+    top, folders = trees.stack()[0], [*(tree.skeletons for tree in trees.stack()), SKELETONS]
+    operators = {file.stem for folder in trees.specs_dirs() for file in (folder / OPERATORS).glob("*.yaml")}
+    with Mistakes() as mistakes:
+        specs = mistakes.read(checked, trees.specs_dirs(), folders, top.directory, requested)
+        for error in misplaced(top, specs, operators):
+            mistakes.add(error)
+    return cast(Specs, specs)  # or what was found has been raised
 
 
 def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[trees.Tree] | None = None) -> Generated:

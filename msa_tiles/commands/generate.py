@@ -44,6 +44,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles import codegen
     from msa_tiles.codegen import own
+    from msa_tiles.codegen.misplaced import idle
     from msa_tiles.spec.model import DSLS
     from msa_tiles.spec.precisions import named
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     console.say(
         f"{counted(count, 'kernel')}, {counted(len(changes.written), 'file')} written, {changes.unchanged} unchanged"
     )
-    for sentence in [] if tree is None else _told_of_formats(tree, specs):
+    for sentence in [] if tree is None else (*_told_of_formats(tree, specs), *idle(tree, specs)):
         console.complain(sentence)
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")

@@ -503,7 +503,14 @@ def test_a_tree_that_others_may_write_to_is_refused(part: str, tmp_path: Path) -
 def test_a_link_in_a_tree_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
     (tmp_path / "skeletons").symlink_to(SKELETONS)
-    with pytest.raises(trees.TreeError, match="skeletons is a symbolic link"):
+    with pytest.raises(trees.TreeError, match=r"skeletons is a symbolic link, and a tree is code$"):
+        msa_tiles.use_tree(tmp_path)
+
+
+def test_a_part_of_a_tree_that_is_somebody_elses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
+    monkeypatch.setattr("msa_tiles.trust.trusted_users", lambda: frozenset({-1}))
+    with pytest.raises(trees.TreeError, match=r"belongs to user .* trusts that user, and a tree is code$"):
         msa_tiles.use_tree(tmp_path)
 
 
@@ -838,6 +845,84 @@ def test_a_skeleton_of_a_tree_replaces_the_shipped_one_of_its_cells_alone(tmp_pa
     assert {cell["id"] for cell in index["cells"]} == {f"combine.cutedsl.{target}.bf16" for target in ("sm90", "sm100")}
     assert [path.name for path in (tmp_path / "generated").rglob("*.py")] == ["combine_bf16.py"]
     assert "\nOWN = 1\n" in (tmp_path / "generated/cutedsl/sm90/combine_bf16.py").read_text()
+
+
+SKELETON = "cutedsl/simt/combine.py"
+MISPLACED = {
+    "skeleton/cutedsl/simt/combine.py": "skeleton: nothing reads it: .*; did you mean 'skeletons'",
+    "Skeletons/cutedsl/simt/combine.py": "Skeletons: nothing reads it: .*; did you mean 'skeletons'",
+    "operand/cutedsl/mine.py": "operand: nothing reads it: .*; did you mean 'operands'",
+    "spec/operators/combine.yaml": "spec: nothing reads it: .*; did you mean 'specs'",
+    "operators/combine.yaml": "operators: nothing reads it: it belongs into specs",
+    "precisions.yaml": "precisions.yaml:1: nothing reads it: it belongs into specs",
+    "cutedsl/simt/combine.py": "cutedsl: nothing reads it: skeletons are read from skeletons/<dsl>/<mma>",
+    "skeletons/cutedsl/smt/combine.py": f"smt/combine.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
+    "skeletons/cutedsl/simt/combin.py": f"simt/combin.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
+    "skeletons/cutedls/simt/combine.py": f"cutedls/simt/combine.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
+    "skeletons/cutedsl/combine.py": "cutedsl/combine.py:1: nothing reads it",
+    "skeletons/cutedsl/simt/old/combine.py": f"old/combine.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
+    "skeletons/cutedsl/simt/combine.PY": "combine.PY:1: nothing reads it",
+    "skeletons/combine.yaml": "skeletons/combine.yaml:1: nothing reads it",
+    "operands/mine.py": "mine.py:1: nothing reads it: operands are read from operands/<dsl>/<name>.py",
+    "operands/cutedls/mine.py": "cutedls/mine.py:1: nothing reads it: .*; did you mean 'cutedsl/mine.py'",
+    "operands/cutedsl/more/mine.py": "more/mine.py:1: nothing reads it: .*; did you mean 'cutedsl/mine.py'",
+}
+# Of no concern, though they lie in a tree.
+OTHERS = (
+    ".git/skeletons/a.py",
+    "skeletons/.ipynb_checkpoints/combine.py",
+    "skeletons/cutedsl/simt/__pycache__/combine.cpython-312.pyc",
+    "skeletons/cutedsl/simt/.combine.py.swp",
+    "skeletons/cutedsl/__init__.py",
+    "skeletons/README.md",
+    "skeletons_old/cutedsl/simt/combin.py",
+    "skeletal/notes.txt",
+    "README.md",
+    "packs/sm90/manifest.json",
+    "tests/test_mine.py",
+    "cutedsl/setup.py",
+    "operands/README",
+    "generated/verified.json",
+)
+
+
+@pytest.mark.usefixtures("few")
+def test_what_nothing_reads_is_refused_with_the_place_where_it_is_read_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "skeletons" / SKELETON, (SKELETONS / SKELETON).read_text() + "\n\nOWN = 1\n")
+    for other in OTHERS:
+        write(tmp_path / other, "{}")
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    assert "skeletons" not in capsys.readouterr().err.replace(str(tmp_path), "")
+    for file, sentence in MISPLACED.items():
+        path = write(tmp_path / file, "")
+        assert cli.main(["generate", "--tree", str(tmp_path)]) == 2, file
+        assert re.search(f"{re.escape(str(tmp_path))}/.*{sentence}", capsys.readouterr().err), file
+        path.unlink()
+        if file.partition("/")[0] not in trees.FOLDERS:
+            shutil.rmtree(tmp_path / file.partition("/")[0], ignore_errors=True)
+            for other in OTHERS:
+                write(tmp_path / other, "{}")
+    # All at once, and with the mistakes of specs.
+    for file in MISPLACED:
+        write(tmp_path / file, "")
+    write(tmp_path / "specs/operators/combine.yaml", "op: combine\ninherits: combine\nkernel: []\n")
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "specs/operators/combine.yaml:3: " in told
+    # Whether there is such a family nobody knows where specs cannot be read.
+    places = {file for file in MISPLACED if "/smt/" not in file}
+    assert len(re.findall("nothing reads it", told)) == len(places)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_skeleton_that_no_row_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (SKELETONS / SKELETON).read_text()
+    write(tmp_path / "skeletons" / SKELETON, text + "\n\nOWN = 1\n")
+    path = write(tmp_path / "skeletons/cutedsl/simt/combine_faster.py", text)
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+    assert f"{path}: no row takes this skeleton; did you mean '{SKELETON}'?" in capsys.readouterr().err
 
 
 def test_operands_of_a_tree_are_found_while_it_is_in_use(tmp_path: Path) -> None:
