@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         jobs = _at(installed, dict(args.variant))
     if not args.audit:  # which tells it of each
         jobs = without_oversized(jobs, registry)
+    _tell_beneath(jobs)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     made: list[dict[str, Any]] = []
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
@@ -112,6 +113,21 @@ def _own(args: argparse.Namespace, cells: Sequence[Cell]) -> Sequence[Cell]:
         raise ValueError(f"{top.directory} has no kernels of its own; {further}")
     console.note(f"the {counted(len(own), 'kernel')} of {top.directory}, of {len(cells)} that there are; {further}")
     return own
+
+
+def _tell_beneath(jobs: Sequence[Job]) -> None:
+    """Say how much of it is not of the tree on top, where there is one: compiling that may take hours."""
+    top = trees.top()
+    cells = {job.cell.id: job.cell for job in jobs}
+    own = [cell for cell in cells.values() if top is not None and cell.tree == top.directory]
+    if top is None or len(own) == len(cells):
+        return
+    variants = sum(job.cell.id in {cell.id for cell in own} for job in jobs)
+    console.note(
+        f"{counted(len(own), 'kernel')} ({counted(variants, 'variant')}) of {top.directory} and "
+        f"{counted(len(cells) - len(own), 'kernel')} ({counted(len(jobs) - variants, 'variant')}) that lie beneath "
+        "are compiled; --op and --target say which, and without any filter --tree has its own compiled alone"
+    )
 
 
 def _described(outcome: Outcome, audited: bool) -> dict[str, Any]:

@@ -1149,11 +1149,26 @@ def test_build_without_filters_takes_the_kernels_of_the_tree_that_is_named(
     shipped = {cell.id for cell in default_registry().cells}
     assert cli.main(["build", "--tree", str(tree)]) == 0
     number = len(shipped | own)
-    assert f"the {len(own)} kernels of {tree}, of {number} that there are; a filter, such as" in capsys.readouterr().err
-    assert cli.main(["build", "--tree", str(tree), "--target", "sm90"]) == 0
+    told = capsys.readouterr().err
+    assert f"the {len(own)} kernels of {tree}, of {number} that there are; a filter, such as" in told
+    assert "that lie beneath" not in told
+    # Whoever is about to compile what was shipped hears of it first.
+    for command in (["--tree", str(tree), "--target", "sm90"], ["--tree", str(tree), "--op", "combine"]):
+        assert cli.main(["build", *command]) == 0
+        told = capsys.readouterr().err
+        both = [len(taken[-1] & own), len(taken[-1] - own)]
+        counts = re.search(
+            rf"(\d+) kernels? \([\d,]+ variants?\) of {tree} and (\d+) kernels? \([\d,]+ variants?\) that lie beneath",
+            told,
+        )
+        assert counts and [int(count) for count in counts.groups()] == both
+        assert told.index(counts[0]) < told.index("compiling") and min(both) > 0
+    del taken[-1]
     assert cli.main(["build"]) == 0
+    assert "that lie beneath" not in capsys.readouterr().err
     with msa_tiles.use_tree(tree):
         assert cli.main(["build"]) == 0
+    assert "that lie beneath" in capsys.readouterr().err
     assert taken == [own, {name for name in shipped | own if name.split(".")[2] == "sm90"}, shipped, shipped | own]
     assert cli.main(["build", "--tree", str(tmp_path)]) == 2
     assert f"{tmp_path} has no kernels of its own; a filter, such as --op" in capsys.readouterr().err
