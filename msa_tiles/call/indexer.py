@@ -261,7 +261,7 @@ def kv_heads(
     order: str,
 ) -> int:
     """Check the parameters of a selection over the ``num_heads`` index heads of ``name``; the number of KV heads."""
-    validate.integer("topk", topk, 1)
+    validate.integer("topk", topk, 1, validate.LARGEST_TOPK)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     validate.integer("init_blocks", init_blocks, 0)
     validate.integer("local_blocks", local_blocks, 0)

@@ -145,6 +145,8 @@ def check_beside(idx_q: Any, idx_k: Any, q: Tensor, k: Tensor, paged: bool) -> N
         validate.refuse_type("idx_q", f"dtype {idx_q.dtype}", f"{q.dtype} like q")
     if idx_q.shape[0] != q.shape[0]:
         validate.refuse("idx_q", f"{idx_q.shape[0]} tokens", f"{q.shape[0]} like q")
+    if idx_q.shape[1] % k.shape[1] != 0:
+        validate.refuse("idx_q", f"{idx_q.shape[1]} index heads", f"a multiple of the {k.shape[1]} KV heads of k")
     # Positions are counted from the number of keys.
     if idx_k.shape[:-1] != ((k.shape[0], k.shape[2]) if paged else k.shape[:1]):
         rows = "pages and page size" if paged else "tokens"

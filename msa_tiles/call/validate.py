@@ -13,6 +13,7 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("head_major", "token_major")
 LARGEST_BLOCK = 1 << 16  # tokens; a block is laid out whole somewhere
+LARGEST_TOPK = 1 << 16  # blocks, each of which has room in the result; kernels take at most 64
 # Kernels take a row's maximum before they scale, so a scale is above 0; and they divide an LSE by it in float32.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64
 

@@ -137,11 +137,12 @@ def check_filters(
 
 def check_targets(option: str, given: Iterable[str], targets: Mapping[str, Target] | Mapping[str, TargetSpec]) -> None:
     """Raise ValueError for a name that is no target, with the target that serves the GPU that was meant."""
-    from msa_tiles.spec.cards import unknown_target
+    from msa_tiles.spec.cards import told_of, unknown_target
 
     for name in given:
         if name not in targets:
-            raise ValueError(unknown_target(option, name, targets))
+            cards = "" if told_of(name, targets) else "; a card such as H100 stands for its target"
+            raise ValueError(f"{unknown_target(option, name, targets)}{cards}")
 
 
 def refuse_ungenerated(option: str, given: Iterable[str], registry: Registry) -> None:

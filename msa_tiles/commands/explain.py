@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime.facts import card_facts, device_facts, target_facts
     from msa_tiles.runtime.parts import PARTS, parts_of
     from msa_tiles.runtime.registry import default_registry
-    from msa_tiles.spec.cards import unknown_target
+    from msa_tiles.spec.cards import unknown_device
 
     registry = default_registry()
     if args.op == DENSE:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             device = device_facts(torch_device, registry.targets.values())
         except (RuntimeError, AssertionError) as error:
             if not of_torch:
-                raise ValueError(unknown_target("--device", name, registry.targets)) from error
+                raise ValueError(unknown_device("--device", name, registry.targets)) from error
             targets = ", ".join(registry.targets)
             raise ValueError(f"--device {name}: {error}; a target needs no GPU: {targets}") from error
     _check_variant(args, ops, registry)

@@ -54,10 +54,13 @@ def run(args: argparse.Namespace) -> int:
     card = ""
     if torch.cuda.is_available() and not args.recorded:
         ran, failures, card = _run(cells, registry, args)
-    entries = walk.walk(registry, here=True, cells=cells)
+    reading = console.progress(cells, "reading what is known of kernels", lambda cell: cell.id)
+    entries = walk.walk(registry, here=True, cells=reading)
     rows = [report.describe(entry, ran, card) for entry in entries]
     named = {cell.precision for cell in cells} if args.precision else {*INDEXER, *ATTENTION}
+    console.note("measuring which blocks formats of index keys choose, on the reference")
     costs = selection.costs(tuple(name for name in INDEXER if name in named))
+    console.note("measuring how far off attention over formats of keys and values is, on the reference")
     of_values = values.costs(tuple(name for name in ATTENTION if name in named))
     document = {
         "cells": rows,

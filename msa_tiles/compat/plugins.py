@@ -36,8 +36,11 @@ def vllm() -> None:
         for name in VLLM_MODELS:
             if name in known:
                 ModelRegistry.register_model(name, f"msa_tiles.compat.vllm.model:{name}")
-    except Exception:
-        log.warning("msa_tiles leaves MiniMax M3 to vLLM: its plugin failed", exc_info=True)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            log.warning("msa_tiles has nothing to do for vLLM, which is not installed")
+        else:
+            log.warning("msa_tiles leaves MiniMax M3 to vLLM: its plugin failed", exc_info=True)
 
 
 def sglang() -> None:
@@ -54,8 +57,11 @@ def sglang() -> None:
 
         HookRegistry.register(f"{SGLANG_MODULE}.minimax_sparse_prefill", _sglang_prefill, HookType.AROUND)
         HookRegistry.register(f"{SGLANG_MODULE}.minimax_sparse_decode", _sglang_decode, HookType.AROUND)
-    except Exception:
-        log.warning("msa_tiles leaves MiniMax M3 to SGLang: its plugin failed", exc_info=True)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "sglang":
+            log.warning("msa_tiles has nothing to do for SGLang, which is not installed")
+        else:
+            log.warning("msa_tiles leaves MiniMax M3 to SGLang: its plugin failed", exc_info=True)
 
 
 def _sglang_prefill(original: Callable[..., Any], *given: Any, **named: Any) -> Any:

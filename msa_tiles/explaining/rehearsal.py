@@ -41,7 +41,7 @@ from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
 from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
 from msa_tiles.runtime.parts import WHOLES
 from msa_tiles.runtime.registry import Registry, default_registry
-from msa_tiles.spec.cards import unknown_target
+from msa_tiles.spec.cards import unknown_device
 
 # Those that were timed as a whole, with the roofline of just these.
 TIMED = ("msa_decode",)
@@ -111,7 +111,7 @@ def _where(
     except RuntimeError:
         if (card := card_facts(str(device))) is not None:
             return torch.device("cuda", 0), card
-        raise ValueError(unknown_target("device", str(device), targets)) from None
+        raise ValueError(unknown_device("device", str(device), targets)) from None
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", 0)
     try:

@@ -132,7 +132,7 @@ def decode_workspace_bytes(
     topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)
     max_seqlen_k, block_size = validate.plain(max_seqlen_k), validate.plain(block_size)
     validate.boolean("batch_invariant", batch_invariant)
-    validate.integer("topk", topk, 1)
+    validate.integer("topk", topk, 1, validate.LARGEST_TOPK)
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)

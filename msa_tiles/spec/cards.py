@@ -64,6 +64,13 @@ def unknown_target(what: str, name: str, targets: Mapping[str, _OfCapability]) -
     return f"{what} {name} is unknown; {served}{remedy}. Known: {known}"
 
 
+def unknown_device(what: str, name: str, targets: Mapping[str, _OfCapability]) -> str:
+    """The same about a name that is no device either, with what else names one."""
+    return (
+        f"{unknown_target(what, name or '(empty)', targets)}; cards such as H100, cuda, cuda:N and cpu are devices, too"
+    )
+
+
 def told_of(name: str, targets: Mapping[str, _OfCapability]) -> str:
     """Says which target serves the GPU that the name of a card or an architecture means; empty for other names."""
     capability = _capability(name)

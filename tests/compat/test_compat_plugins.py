@@ -105,6 +105,28 @@ def test_sglangs_plugin_never_raises(hooked, caplog):
     assert "its plugin failed" in caplog.text
 
 
+@pytest.mark.parametrize(("name", "server"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_a_server_that_is_not_installed_is_named_without_a_traceback(name, server, monkeypatch, caplog):
+    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [_NotInstalled(name), *sys.meta_path])
+    getattr(plugins, name)()
+    [record] = caplog.records
+    assert record.getMessage() == f"msa_tiles has nothing to do for {server}, which is not installed"
+    assert record.exc_info is None
+
+
+class _NotInstalled:
+    """A finder that knows one package not to be there."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @pytest.mark.parametrize(("group", "function"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
 def test_entry_points_name_functions_that_are_there(group, function):
     section = re.search(rf'\[project\.entry-points\."{re.escape(group)}"\]\n(.*?)\n\n', PROJECT.read_text(), re.S)

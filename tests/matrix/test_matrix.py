@@ -259,7 +259,8 @@ def quick(monkeypatch, costs):
 
 def test_the_command_shows_cells_and_costs(quick, capsys, tmp_path) -> None:
     assert main(["matrix", "--op", "topk_select,decode_score", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
+    assert "reading what is known of kernels" in progress and "measuring which blocks" in progress
     assert "decode_score" in shown and "sparse_attention" not in shown
     assert "NVIDIA H200" in shown and "outliers" in shown and "text" in shown
     document = json.loads((tmp_path / "matrix.json").read_text())

@@ -121,7 +121,13 @@ def test_queries_and_keys_of_the_indexer_must_fit_those_of_attention():
     wanted = "wanted the pages and page size of k"
     fails(op, lambda a: {"idx_k": a["idx_k"][1:]}, f"idx_k: got shape [11, 4, 16]; {wanted}", base=paged)
     fails(op, {"idx_k": torch.zeros(12, 8, 16)}, f"idx_k: got shape [12, 8, 16]; {wanted}", base=paged)
-    fails(op, lambda a: {"idx_q": a["idx_q"][:, :3]}, "a divisor of the 3 index heads of idx_q")
+    sentence = "idx_q: got 3 index heads; wanted a multiple of the 2 KV heads of k"
+    fails(op, lambda a: {"idx_q": a["idx_q"][:, :3]}, sentence)
+    fails(op, lambda a: {"idx_q": a["idx_q"][:, :3]}, sentence, base=paged)
+    given = {name: torch.zeros(5, 8, 16) for name in ("q", "k", "v")} | {"idx_k": torch.zeros(5, 16)}
+    given["k"] = given["v"] = torch.zeros(5, 4, 16)
+    with pytest.raises(ValueError, match="idx_q: got 2 index heads; wanted a multiple of the 4 KV heads of k"):
+        ops.msa_attention(**given, idx_q=torch.zeros(5, 2, 16), topk=2)
 
 
 @pytest.mark.parametrize("op", WITH_LENGTHS)
@@ -192,6 +198,7 @@ def test_backend(op):
 @pytest.mark.parametrize("op", [*RANKERS, "select_blocks", "msa_decode"])
 def test_selection_parameters(op):
     fails(op, {"topk": 0}, "topk: got 0; wanted at least 1")
+    fails(op, {"topk": 1 << 40}, "topk: got 1099511627776; wanted at most 65536")
     fails(op, {"topk": 2.5}, "topk: got float; wanted an integer of at least 1", TypeError)
     fails(op, {"init_blocks": -1}, "init_blocks: got -1; wanted at least 0")
     fails(op, {"local_blocks": -2}, "local_blocks: got -2; wanted at least 0")
@@ -361,6 +368,7 @@ def test_workspace_bytes():
     refused("q: got list; wanted a tensor [T, Hq, D]", TypeError, [1], 4, 2)
     refused("q: got shape [3, 4]; wanted 3 dimensions [T, Hq, D]", ValueError, q[..., 0], 4, 2)
     refused("topk: got 0; wanted at least 1", ValueError, q, 0, 2)
+    refused("topk: got 65537; wanted at most 65536", ValueError, q, 65537, 2)
     refused("num_kv_heads: got 0; wanted at least 1", ValueError, q, 4, 0)
     refused("max_seqlen_k: got -1; wanted at least 0", ValueError, q, 4, 2, max_seqlen_k=-1)
     refused("block_size: got 0; wanted at least 1", ValueError, q, 4, 2, block_size=0)

@@ -411,7 +411,11 @@ def test_a_card_stands_for_its_target(name: str, card: str, capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["H20", "NVIDIA", "80GB A100"])
 def test_a_card_that_no_spec_has_is_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "combine", "--device", name]) == 2
-    assert f"--device {name} is unknown; " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"--device {name} is unknown; " in told
+    assert "cards such as H100, cuda, cuda:N and cpu are devices, too" in told
+    assert cli.main(["build", "--target", "H1"]) == 2
+    assert "--target H1 is unknown; known: sm100, sm103, sm90; a card such as H100 stands" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("op", ["sparse_attention", "sparse_attention_backward", "index_kl", "msa_attention"])

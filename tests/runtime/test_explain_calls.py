@@ -437,6 +437,10 @@ def test_dense_attention_has_kernels_of_others() -> None:
         ("sparse_attention", "sm90", TypeError, "wanted a function of msa_tiles.ops"),
         (ops.Schedule, "sm90", TypeError, "wanted a function of msa_tiles.ops"),
         (ops.combine, "sm91", ValueError, "device sm91 is unknown; did you mean sm90? Known: sm100, "),
+        *(
+            (ops.combine, name, ValueError, "sm90; cards such as H100, cuda, cuda:N and cpu are devices, too")
+            for name in ("CPU", "", "H1")
+        ),
         (
             ops.combine,
             "gb200",
