@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "sources": {"scoped", "syntax"},
     "errors": set(),
     "trust": set(),
-    "trees": {"paths", "sources", "errors", "trust"},
+    "trees": {"files", "paths", "sources", "errors", "trust"},
     "files": set(),
     "console": set(),
     "interrupts": set(),
