@@ -16,7 +16,7 @@ from msa_tiles.dsl.cutedsl.registers import lane_anew
 from msa_tiles.dsl.cutedsl.scores import pick_float
 from msa_tiles.dsl.table import buffer, declares
 
-SLOTS = 28  # blocks times four columns, below the threads of the four warps: what else there is leaves no more memory
+SLOTS = 28  # blocks; times four columns they are fewer than threads: with 32, four CTAs would not fit a multiprocessor
 
 __all__ = ["SLOTS", "buffers", "fold", "of_warps", "wait"]
 
