@@ -41,7 +41,10 @@ def select_blocks(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The answer of ``topk_select(index_score(idx_q, idx_k), topk)``: int32 [Hkv, T, topk].
+    """The answer of ``topk_select(index_score(idx_q, idx_k), topk)``, if both are told lengths: int32 [Hkv, T, topk].
+
+    Without ``cu_seqlens_q`` and ``cu_seqlens_k`` the queries are the last T of Tk tokens. Scores do not say how many
+    tokens there are: `topk_select` alone takes T for it.
 
     ``idx_q`` [T, Hi, Di]; ``idx_k`` [Tk, Di] or [pages, page, Di]; tensors and scales (``q_scale``, ``k_scale``) as in
     `index_score`, ``num_kv_heads``, ``init_blocks``, ``local_blocks`` and ``order`` as in `topk_select`. Extra memory

@@ -56,6 +56,11 @@ class Packed:
         if made["digest"] != cell.digest:
             tree = made.get("tree")
             here = "this installation's" if cell.tree is None else f"that of {cell.tree}"
+            if tree is None and cell.tree is not None:
+                return (
+                    f"the pack {self.pack.directory} holds {cell.id} of digest {made['digest']}, {here} is "
+                    f"{cell.digest}: the tree wants a pack of its own, `msa-tiles pack --tree {cell.tree}`"
+                )
             of_tree = tree and (cell.tree is None or cell.tree.name != tree)
             use = (
                 f"it was made with the tree {tree}: use that one here (--tree, MSA_TILES_TREE), or " if of_tree else ""

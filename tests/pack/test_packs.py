@@ -257,6 +257,14 @@ def test_a_kernel_of_a_tree_that_is_not_in_use_names_it(write: Callable, cell: C
     assert sentence.endswith(f"that of {tree} is {own.digest}: make the pack again")
 
 
+def test_a_pack_from_beneath_a_tree_stays_as_it_is(write: Callable, cell: Cell, tmp_path: Path) -> None:
+    """Whoever installed it cannot make it again, and need not."""
+    own = dataclasses.replace(cell, tree=tmp_path / "adv", digest="f" * 16)
+    packs.use(write())
+    [sentence] = packs.mismatches(own, VARIANT)
+    assert sentence.endswith(f"wants a pack of its own, `msa-tiles pack --tree {own.tree}`")
+
+
 def test_another_version_of_a_kernel_is_passed_over(
     write: Callable, cell: Cell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
