@@ -122,7 +122,7 @@ def _tell_beneath(jobs: Sequence[Job]) -> None:
     own = [cell for cell in cells.values() if top is not None and cell.tree == top.directory]
     if top is None or len(own) == len(cells):
         return
-    variants = sum(job.cell.id in {cell.id for cell in own} for job in jobs)
+    variants = sum(job.cell.tree == top.directory for job in jobs)
     console.note(
         f"{counted(len(own), 'kernel')} ({counted(variants, 'variant')}) of {top.directory} and "
         f"{counted(len(cells) - len(own), 'kernel')} ({counted(len(jobs) - variants, 'variant')}) that lie beneath "

@@ -56,18 +56,14 @@ class Packed:
         if made["digest"] != cell.digest:
             tree = made.get("tree")
             here = "this installation's" if cell.tree is None else f"that of {cell.tree}"
+            remedy = "make the pack again"
             if tree is None and cell.tree is not None:
-                return (
-                    f"the pack {self.pack.directory} holds {cell.id} of digest {made['digest']}, {here} is "
-                    f"{cell.digest}: the tree wants a pack of its own, `msa-tiles pack --tree {cell.tree}`"
-                )
-            of_tree = tree and (cell.tree is None or cell.tree.name != tree)
-            use = (
-                f"it was made with the tree {tree}: use that one here (--tree, MSA_TILES_TREE), or " if of_tree else ""
-            )
+                remedy = f"the tree wants a pack of its own, `msa-tiles pack --tree {cell.tree}`"
+            elif tree and (cell.tree is None or cell.tree.name != tree):
+                remedy = f"it was made with the tree {tree}: use that one here (--tree, MSA_TILES_TREE), or {remedy}"
             return (
                 f"the pack {self.pack.directory} holds {cell.id} of digest {made['digest']}, "
-                f"{here} is {cell.digest}: {use}make the pack again"
+                f"{here} is {cell.digest}: {remedy}"
             )
         if _same_texts(made["texts"], cell.file) or made["source"] == cell.source_hash():
             return None
