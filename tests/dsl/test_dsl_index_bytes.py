@@ -59,7 +59,8 @@ class Bytes(Consumers):
     """With products of 64 keys, 8 columns and 32 bytes of each."""
 
     modules = ("group_maxima", "e4m3_columns", "operands.index_{}_bytes")
-    columns, slots = 4, 28
+    maxima = (32, 4, 20)  # lanes, warps, products
+    algorithm = "_post_scaled"
     bits: int | None = None
 
     def queries(self) -> Any:
@@ -68,20 +69,18 @@ class Bytes(Consumers):
 
     def keys(self, operand: types.ModuleType) -> Any:
         made = super().keys(operand)
-        chunks = made.chunks * made.pieces
-        made.operand = lambda _product, _held: [lanes.empty((4, 1, made.chunks)) for _ in range(2)]
-        made.accumulator = lambda _product, _columns: lanes.tensor_of(torch.full((4, 1, chunks), torch.nan))
+        made.operand = lambda _product, _held: [lanes.empty((4, 1, made.chunks)) for _ in range(made.units)]
+        made.accumulators = lambda _product: [
+            lanes.tensor_of(torch.full((4, 1, made.chunks), torch.nan)) for _ in range(made.units)
+        ]
         return made
 
-    def multiply(self, _product: Any, into: Any, operand: Any, unit: int, piece: int, right: Any) -> None:
-        """Into the accumulators of the chunks of a piece; what they held is gone at once."""
-        keys = self.kernel.keys
-        for step in range(keys.chunks):
-            for place in range(4):
-                into[place, 0, keys.chunks * piece + step] = None
-        self.in_flight[lanes.thread()].append((into, keys.place_of(operand, unit, piece), piece, right))
+    def multiply(self, _product: Any, into: Any, operand: Any, right: Any) -> None:  # type: ignore[override]
+        """Into the accumulators of all chunks of a unit; what they held is gone at once."""
+        into.memory[:] = [None] * len(into.memory)
+        self.in_flight[lanes.thread()].append((into, operand, 0, right))
 
-    def finish(self, into: Any, registers: Any, piece: int, right: Any) -> None:
+    def finish(self, into: Any, registers: Any, _piece: int, right: Any) -> None:
         thread, keys = lanes._HERE.thread, self.kernel.keys
         met = thread.meet("wgmma", registers, whole=True)
         if not hasattr(self, "last") or self.last[0] is not met:
@@ -89,14 +88,14 @@ class Bytes(Consumers):
             for step in range(keys.chunks):
                 rows, total = left_side(dict(enumerate(met)), step), torch.zeros(ROWS, WIDTH, dtype=torch.float64)
                 for part in range(PARTS):
-                    queries = right.columns(part, keys.chunks * piece + step)
+                    queries = right.columns(part, step)
                     total = added(total, rows[:, None] * queries, self.bits)
                 found.append(total)
             self.last = met, found
         row, column = 16 * (thread.index // 32) + thread.lane // 4, 2 * (thread.lane % 4)
         for step, total in enumerate(self.last[1]):
             for place, value in enumerate(total[[row, row, row + 8, row + 8], [column, column + 1] * 2]):
-                into[place, 0, keys.chunks * piece + step] = lanes.Float32(value)
+                into[place, 0, step] = lanes.Float32(value)
 
 
 class Right(columns.Right):
@@ -212,18 +211,27 @@ def test_a_row_with_infinity_is_infinite(bytes_of: None, formats: dict[str, type
     assert found[0].isfinite() and found[1] == found[2] == torch.inf == -found[3]
 
 
-@pytest.mark.parametrize("planted", ["one group of a chunk alone", "the wait for a unit left out"])
+@pytest.mark.parametrize(
+    "planted", ["one group of a chunk alone", "limits of other queries", "the wait for a unit left out"]
+)
 def test_a_fault_shows(
     bytes_of: None, formats: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    case = CASES["one query"]
+    case = CASES["positions" if planted == "limits of other queries" else "one query"]
     idx_q, queries = queries_of(case)
     consumers = consumers_of(case, formats)
     if planted == "the wait for a unit left out":
-        waiting = types.SimpleNamespace(wait_group=lambda _left: None)
-        consumers.module.warpgroup = consumers.module.column_maxima.warpgroup = waiting
+        consumers.module.warpgroup = types.SimpleNamespace(wait_group=lambda _left: None)
         with pytest.raises(Exception, match="never written"):
             consumers.run(idx_q)
         return
-    monkeypatch.setattr(consumers.module.column_maxima, "both_groups", lambda total: total)
+    maxima = consumers.module.column_maxima
+    if planted == "one group of a chunk alone":
+
+        def alone(keys: Any, S: Any, scales: Any, _lane: Any) -> list[Any]:
+            return [keys.scaled(S, keys.factors_of_rows(scales), 0, half) for half in range(2)]
+
+        monkeypatch.setattr(maxima, "totals", alone)
+    else:
+        monkeypatch.setattr(maxima, "column_of", lambda lane: (lane + 1) % 4)
     assert not torch.allclose(consumers.run(idx_q), wanted_of(case, queries, consumers.blocks), rtol=1e-2)

@@ -148,11 +148,12 @@ class Consumers:
     """The consumers of a CTA that has all blocks, and what stands in for the tensor cores."""
 
     modules = ("column_maxima", "query_columns", "operands.index_{}_left")
-    columns, slots = COLUMNS, 16  # of a product, and products whose maxima are kept
+    maxima = (COLUMNS, 4, 16, 2)  # columns, warps, products, turns
+    algorithm = ""
 
     def __init__(self, case: Case, formats: dict[str, types.ModuleType]) -> None:
         self.case = case
-        self.module = lanes.load(generated_dir() / f"cutedsl/sm90/decode_score_{case.precision}.py")
+        self.module = lanes.load(generated_dir() / f"cutedsl/sm90/decode_score_{case.precision}{self.algorithm}.py")
         self.blocks = keys_of(case)
         self.module.STAGES = len(self.blocks)
         maxima, columns_of, operand = (name.format(case.format) for name in self.modules)
@@ -232,8 +233,8 @@ class Consumers:
         )  # fmt: skip
         tile = module.Tile(
             self.queries(),
-            *(shared(count) for count in (ROWS, ROWS, ROWS, ROWS, module.RUN)),
-            shared(self.columns, 4, self.slots, 2),
+            *(shared(count) for count in (ROWS, ROWS, ROWS, ROWS, lanes.helper("column_indexer").RUN)),
+            shared(*self.maxima),
         )
         starts = [torch.tensor([0, *(pair[i] for pair in case.sequences)]).cumsum(0).int() for i in range(2)]
         most = max(-(-length // case.block) for _, length in case.sequences)

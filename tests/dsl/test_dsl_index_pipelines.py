@@ -116,7 +116,7 @@ class Chip(warpgroups.Chip):
         names |= {"index_plain": types.SimpleNamespace(**plain), "Held": plain["Held"], "Stored": plain["Stored"]}
         operand = load(HELPERS / "operands" / f"{case.operand}.py", **names)
         names |= {"index_key": types.SimpleNamespace(**operand), "maxima": Anything()}
-        for helper in ("indexer", "two_tiles", "candidate_queue"):
+        for helper in ("indexer", "split_indexer", "two_tiles", "candidate_queue"):
             names |= load(HELPERS / f"{helper}.py", **names)
             names[helper] = types.SimpleNamespace(**names)
         module = load(generated_dir() / f"cutedsl/sm90/{case.file}.py", **names)

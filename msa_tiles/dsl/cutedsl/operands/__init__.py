@@ -87,9 +87,13 @@ Instead of whole blocks they are taken in units of 64 keys, of several pieces ea
   multiply(product, into, operand, unit, piece, right)  into = unit x right, one piece after the other
 
 Modules `index_<format>_bytes` are such ones whose codes are multiplied as e4m3 and whose groups are scaled behind the
-product (SCALED_BEHIND = True in the module): columns of queries come from msa_tiles.dsl.cutedsl.e4m3_columns, and
+product, which the algorithm `post_scaled` of decode_score does. Columns of queries come from
+msa_tiles.dsl.cutedsl.e4m3_columns, units have no pieces, and
+  fetch(held, offset, unit)         the codes of a unit, for decode(operand, codes)
+  multiply(product, into, operand, right)   into = unit x right, in the accumulators of a unit
   group_scales(held, stage, unit, member, lane)   the scales of a unit, as long as its stage is not handed back
-  scaled(into, scales, c, half)   what a lane's column c adds up to in one of its two rows, of the groups it has
+  factors_of_rows(scales)           these as numbers
+  scaled(into, factors, c, half)    what a lane's column c adds up to in one of its two rows, of the groups it has
 
 Caches that rows are written into have modules `append_<format>`, which a row names likewise.
   Cache(head_dim, **scales)

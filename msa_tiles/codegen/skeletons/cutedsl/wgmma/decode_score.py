@@ -1,31 +1,21 @@
-# % set behind = declared.index_key.get("SCALED_BEHIND")
-# % set before = precision.decoded and not behind
 """Indexer scores with block max-pool for few queries per request: the keys are split over all CTAs.
 
-Grid: num_ctas CTAs. The unit of work is one KV block for one query tile; the units of all requests stand in one list,
-request after request, tile after tile, block after block, and every CTA takes a run of it, equal to within one unit,
-whatever the lengths are. A tile is ROWS // num_index_heads consecutive queries of a request with all their index heads.
+Grid: num_ctas CTAs, each of which takes a run of the blocks of all requests (split_indexer). A tile is
+ROWS // num_index_heads consecutive queries of a request with all their index heads.
 
 # % if precision.decoded
 The keys are read once from memory (once for each tile of a request from L2), and decoded beside that: they are the rows
-of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.  # % if not behind
-# % if behind
-of S^T = K Q^T, which wgmma takes from registers. Four queries at a time are its columns, each of them twice: for either
-group of a chunk of keys there is a column, whose sums are scaled behind the product.
-# % endif
+of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.
 # % else
 The keys are read once from memory (once for each tile of a request from L2), and that is the floor: the tensor cores
 work on 64 rows however few of them hold a query.
 # % endif
 """
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper  # % if not precision.decoded
-from cutlass import Float32, Int32  # % if not precision.decoded
-from cutlass import Float32, Int32, Int64  # % if precision.decoded
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # % if not precision.decoded
 from cutlass.cute.nvgpu import warpgroup  # % if precision.decoded
 from cutlass.cute.runtime import make_fake_stream
@@ -33,24 +23,24 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum  # % if not precision.decoded
 
 from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl import column_maxima, query_columns, scores, tma, wgmma  # % if before
-from msa_tiles.dsl.cutedsl import e4m3_columns as query_columns  # % if behind
-from msa_tiles.dsl.cutedsl import group_maxima as column_maxima  # % if behind
-from msa_tiles.dsl.cutedsl import scores, tma, wgmma  # % if behind
+# % if precision.decoded
+from msa_tiles.dsl.cutedsl import column_indexer, column_maxima, query_columns, scores, tma, wgmma
+# % endif
 from msa_tiles.dsl.cutedsl.arguments import stand_in
+from msa_tiles.dsl.cutedsl.column_indexer import GROUP, IN_TILE, ColumnIndexer, Tile  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
 from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following  # % if not precision.decoded
 from msa_tiles.dsl.cutedsl.pipeline import following  # % if precision.decoded
-from msa_tiles.dsl.cutedsl.registers import anew  # % if precision.decoded
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.topk import pick
-from msa_tiles.dsl.cutedsl.varlen import key_length, last_visible
+from msa_tiles.dsl.cutedsl.split_indexer import Lengths  # % if precision.decoded
+from msa_tiles.dsl.cutedsl.split_indexer import Lengths, SplitIndexer  # % if not precision.decoded
+from msa_tiles.dsl.cutedsl.topk import pick  # % if precision.decoded
+from msa_tiles.dsl.cutedsl.varlen import last_visible  # % if not precision.decoded
 from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl.warp import ballot, count_bits, inclusive_sum
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
-from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares  # % if precision.decoded
-from msa_tiles.dsl.table import WARP, Role, Table, buffer, declares, warps  # % if not precision.decoded
+from msa_tiles.dsl.table import Role, Table, buffer, declares, warps  # % if not precision.decoded
+from msa_tiles.dsl.table import Table, declares  # % if precision.decoded
 
 STAGES = 3  # <- tile.stages
 # % if precision.decoded
@@ -58,12 +48,12 @@ CTAS = 3  # <- tile.ctas
 PRODUCER_REGISTERS = 24  # <- tile.producer_registers
 CONSUMER_REGISTERS = 136  # <- tile.consumer_registers
 STORED = "bfloat16"  # <- precision.query.element
-RUN = 6  # values of a run that are of no use within a tile
-# % endif
+# % else
 WARPS = 4  # of the consumer warpgroup
 GROUP = 128  # threads of it
-WARP_ROWS = 16  # of a tile  # % if not precision.decoded
-SWIZZLED = 8  # times 16 bytes, which a swizzle moves about  # % if not precision.decoded
+WARP_ROWS = 16  # of a tile
+SWIZZLED = 8  # times 16 bytes, which a swizzle moves about
+# % endif
 
 
 def decode_score(
@@ -110,15 +100,7 @@ def cta(head_dim, block_size, pages_per_block, **scales):
     return Table(
         roles=(
             # % if precision.decoded
-            Role(
-                "consumer", WARPS, "loads the rows of a tile, S^T = K Q^T 64 keys at a time, column maxima, stores",
-                CONSUMER_REGISTERS,
-            ),
-            Role(
-                "producer", 1, "streams the index keys, one block a stage; its lanes look up the pages of 32 blocks",
-                PRODUCER_REGISTERS,
-            ),
-            Role("idle", WARPS - 1, "nothing: wgmma goes with whole warpgroups", PRODUCER_REGISTERS),
+            *column_indexer.roles_of(PRODUCER_REGISTERS, CONSUMER_REGISTERS),
             # % else
             Role(
                 "consumer", WARPS,
@@ -131,12 +113,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
         pipelines=keys.pipelines,
         buffers=(
             # % if precision.decoded
-            *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),  # % if before
-            *query_columns.buffers(ROWS, head_dim),  # % if behind
-            buffer("limits", "int32", rows=ROWS, note="the last key that a query sees"),
-            buffer("factors", "float32", rows=ROWS, note="of all products of a query"),
-            buffer("places", "int64", rows=ROWS, note="of a query's scores in the output, -1 for no query"),
-            buffer("run", "int32", values=RUN, note="what is to come behind a tile"),
+            *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),
+            *column_indexer.buffers(),
             *column_maxima.buffers(),
             # % else
             buffer(
@@ -149,32 +127,8 @@ def cta(head_dim, block_size, pages_per_block, **scales):
     )  # fmt: skip
 
 
-class Lengths(NamedTuple):
-    """What says how many units a request has."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_k: Any
-    use_seqused: Any
-    tile_queries: Any
-    max_blocks: Any
-
-
-# % if precision.decoded
-class Tile(NamedTuple):
-    """What the consumers keep of a tile of queries in shared memory, and where they meet."""
-
-    queries: Any
-    powers: Any
-    limits: Any
-    factors: Any
-    places: Any
-    run: Any
-    maxima: Any
-
-
-# % endif
-class DecodeScore:
+class DecodeScore(SplitIndexer):  # % if not precision.decoded
+class DecodeScore(ColumnIndexer):  # % if precision.decoded
     """
     # <- cta
 
@@ -191,13 +145,8 @@ class DecodeScore:
 
     TMA brings the rows of a stage, and every lane of the producer copies some of its scales: both fill it. A stage is
     handed back when the last product of its block is there, and not when it has been decoded: an arrival may overtake
-    # % if behind
-    loads of shared memory whose results nobody has used; the scales of a block are read when its products are reduced.
-    Codes are multiplied as e4m3, and so are queries, of which each is the sum of two rows.
-    # % else
     loads of shared memory whose results nobody has used. Queries and keys are multiplied in 16 bits that hold codes
     times scales exactly, float16 for NVFP4; a power of two of its own keeps each row of queries within them.
-    # % endif
     # % else
     Two CTAs share a multiprocessor. With more than 64 KB in flight for each, DRAM delivers less. Each warp that is not
     idle finds the CTA's run by itself, 32 requests at a time.
@@ -313,8 +262,8 @@ class DecodeScore:
         buffers = make_buffers(self.cta, memory, {"queries": q_layout, **self.keys.layouts()})
         barriers = make_barriers(self.cta, memory, self.keys.atoms(stored))
         # % if precision.decoded
-        found = [buffers[name] for name in ("queries", "powers", "limits", "factors", "places", "run", "maxima")]
-        tile, held = Tile(*found), self.keys.held(buffers, barriers)
+        tile = Tile(*(buffers[name] for name in IN_TILE))
+        held = self.keys.held(buffers, barriers)
         # % else
         queries, held = buffers["queries"], self.keys.held(buffers, barriers)
         # % endif
@@ -341,97 +290,6 @@ class DecodeScore:
             self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
         # % endif
 
-    @cute.jit
-    def measure(self, lengths: Lengths, request: Int32):
-        """Keys, query tiles and blocks of a request."""
-        length = key_length(lengths.cu_seqlens_k, lengths.seqused_k, lengths.use_seqused, request)
-        tokens = lengths.cu_seqlens_q[request + 1] - lengths.cu_seqlens_q[request]
-        tiles = (tokens + lengths.tile_queries - 1) // lengths.tile_queries
-        blocks = (cutlass.max(length, 0) + self.block_size - 1) // self.block_size
-        return length, tiles, cutlass.min(blocks, lengths.max_blocks)
-
-    @cute.jit
-    def measure_any(self, lengths: Lengths, request: Int32):
-        """The same; nothing for a request behind the last one."""
-        length, tiles, blocks = Int32(0), Int32(0), Int32(0)
-        if request < Int32(cute.size(lengths.cu_seqlens_q)) - 1:
-            length, tiles, blocks = self.measure(lengths, request)
-        return length, tiles, blocks
-
-    @cute.jit
-    def find_run(self, lengths: Lengths):
-        """This CTA's run, `left` units long: (left, request, tile, first block) and what `measure` says of the request.
-
-        All lanes of a warp must call it.
-        """
-        lane = cute.arch.lane_idx()
-        cta = cute.arch.block_idx()[0]
-        num_ctas = cute.arch.grid_dim()[0]
-        # Lane i measures request i, and keeps what it found: mostly there are no more than 32.
-        length, tiles, blocks = self.measure_any(lengths, lane)
-        total = Int32(cute.arch.warp_redux_sync(tiles * blocks, "add"))
-        for first in cutlass.range(WARP, Int32(cute.size(lengths.cu_seqlens_q)) - 1, WARP, unroll=1):
-            _, more_tiles, more_blocks = self.measure_any(lengths, first + lane)
-            total = total + Int32(cute.arch.warp_redux_sync(more_tiles * more_blocks, "add"))
-        share = total // num_ctas
-        longer = total - share * num_ctas
-        left = share + pick(cta < longer, 1, 0)
-        skip = cta * share + cutlass.min(cta, longer)
-        request = Int32(0)
-        searching = left
-        while searching > 0:
-            own = tiles * blocks
-            until = inclusive_sum(own, lane)
-            passed = cute.arch.shuffle_sync(until, WARP - 1)
-            if skip < passed:
-                place = count_bits(ballot(until <= skip))
-                passed = cute.arch.shuffle_sync(until - own, place)
-                request = request + place
-                length, tiles, blocks = (cute.arch.shuffle_sync(x, place) for x in (length, tiles, blocks))
-                searching = Int32(0)
-            else:
-                request = request + WARP
-                length, tiles, blocks = self.measure_any(lengths, request + lane)
-            skip = skip - passed
-        tile = skip // cutlass.max(blocks, 1)
-        return left, request, tile, skip - tile * blocks, length, tiles, blocks
-
-    @cute.jit
-    def advance(
-        self, lengths: Lengths, left: Int32, request: Int32, tile: Int32, length: Int32, tiles: Int32, blocks: Int32
-    ):
-        """The next tile; where a request has no more, the first one of the next request that has units."""
-        tile = tile + 1
-        if (left > 0) & (tile == tiles):
-            tile = Int32(0)
-            tiles = Int32(0)
-            while tiles * blocks == 0:
-                request = request + 1
-                length, tiles, blocks = self.measure(lengths, request)
-        return request, tile, length, tiles, blocks
-
-    @cute.jit
-    def produce(self, stored: tuple, held: tuple, page_table: cute.Tensor, lengths: Lengths, run):
-        """The producer warp: one block of keys a stage."""
-        lane = cute.arch.lane_idx()
-        left, request, tile, first_block, length, tiles, blocks = run
-        stage = Int32(0)
-        phase = Int32(1)
-        while left > 0:
-            taken = cutlass.min(left, blocks - first_block)
-            for first in cutlass.range(first_block, first_block + taken, WARP, unroll=1):
-                count = cutlass.min(first_block + taken - first, WARP)
-                pages = self.keys.pages(page_table, request, first + cutlass.min(lane, count - 1))
-                for i in cutlass.range(count, unroll=1):
-                    row = Int32(0)
-                    if cutlass.const_expr(self.pages_per_block == 0):
-                        row = lengths.cu_seqlens_k[request] + (first + i) * self.block_size
-                    of_block = [cute.arch.shuffle_sync(page, i) for page in pages]
-                    self.keys.load(stored, held, stage, phase, row, of_block)
-                    stage, phase = following(stage, phase, STAGES)
-            left = left - taken
-            first_block = Int32(0)
-            request, tile, length, tiles, blocks = self.advance(lengths, left, request, tile, length, tiles, blocks)
             # % if precision.decoded
 
     @cute.jit
@@ -443,7 +301,6 @@ class DecodeScore:
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         member = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        heads = Int32(idx_q.shape[1])
         score = self.keys.product(query_columns.COLUMNS)
         operand = self.keys.operand(score, held)
         right = wgmma.operand_b(score, tile.queries)
@@ -458,24 +315,11 @@ class DecodeScore:
                 cute.arch.make_warp_uniform(each)
                 for each in (left, request, number, first_block, length, tiles, blocks)
             )
-            taken = cutlass.min(left, blocks - first_block)
-            end_token = cute.arch.make_warp_uniform(lengths.cu_seqlens_q[request + 1])
-            first_token = cute.arch.make_warp_uniform(lengths.cu_seqlens_q[request]) + number * lengths.tile_queries
-            rows = cutlass.min(end_token - first_token, lengths.tile_queries) * heads
-            groups = cute.arch.make_warp_uniform((rows + query_columns.COLUMNS - 1) // query_columns.COLUMNS)
-            self.meet()
-            self.columns.bring(idx_q, tile.queries, tile.powers, first_token, rows, anew(thread))
-            self.meet()
-            self.keys.prepare(self.columns.by_rows(tile.queries), anew(thread))
-            if thread == 0:
-                for i, value in enumerate((left - taken, request, number, length, tiles, blocks)):
-                    tile.run[i] = value
-            least = self.note_rows(
-                stored, scales, q_positions, tile, first_token, end_token, rows, heads, length, use_positions, causal,
-                first_block, thread, out,
+            end_block, groups, full_blocks = self.begin(
+                stored, idx_q, scales, q_positions, tile, lengths,
+                (left, request, number, first_block, length, tiles, blocks), use_positions, causal, thread, out,
+                query_columns.COLUMNS,
             )  # fmt: skip
-            full_blocks = cutlass.max(cute.arch.make_warp_uniform(least) + 1, 0) // self.block_size
-            end_block = first_block + taken
             last_column = query_columns.COLUMNS * (groups - 1)
             # Where the maxima of the block before go; of none, a negative place.
             slot = Int32(-1)
@@ -486,33 +330,17 @@ class DecodeScore:
             for block in cutlass.range(first_block, end_block, unroll=1):
                 self.keys.wait(held, stage, phase)
                 offset = self.keys.offset_of(stage, member, lane)
-                # % if behind
-                # Described anew, from a number that is uniform: else descriptors wait in registers of each lane.
-                nearest = right[None, None, None, cute.arch.make_warp_uniform(anew(Int32(0)))]
-                # % endif
                 for unit in cutlass.range_constexpr(self.keys.units):
                     factors = self.keys.unit_factors(held, stage, unit, member, lane)
                     self.keys.decode(operand, held, offset, unit, 0, factors)
                     # The unit before, of the block before where this is the first one. Before a tile's first block
                     # nothing is in flight, and what S holds is dropped.
                     before = block - 1 if cutlass.const_expr(unit == 0) else block
-                    # % if behind
-                    unit_before = (unit - 1) % self.keys.units
-                    stage_before = pick(stage == 0, STAGES - 1, stage - 1) if cutlass.const_expr(unit == 0) else stage
-                    group_scales = self.keys.group_scales(held, stage_before, unit_before, member, lane)
-                    a, b = self.reduce(
-                        S, group_scales, tile, last_column, before, unit_before, full_blocks, first_row, lane
-                    )
-                    # % else
                     a, b = self.reduce(
                         S, tile, last_column, before, (unit - 1) % self.keys.units, full_blocks, first_row, lane
                     )
-                    # % endif
                     first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
-                    self.keys.multiply(score, S, operand, unit, 0, right[None, None, None, 0])  # % if before
-                    # % if behind
-                    self.keys.multiply(score, S, operand, unit, 0, nearest)
-                    # % endif
+                    self.keys.multiply(score, S, operand, unit, 0, right[None, None, None, 0])
                     if cutlass.const_expr(unit == 0):
                         if slot < 0:
                             slot = Int32(0)
@@ -530,18 +358,11 @@ class DecodeScore:
                         first, second = -Float32.inf, -Float32.inf
                     for piece in cutlass.range_constexpr(1, self.keys.pieces):
                         self.keys.decode(operand, held, offset, unit, piece, factors)
-                        self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, 0])  # % if before
-                        self.keys.multiply(score, S, operand, unit, piece, nearest)  # % if behind
+                        self.keys.multiply(score, S, operand, unit, piece, right[None, None, None, 0])
                     for group in cutlass.range(1, groups, unroll=1):
-                        # % if behind
-                        group_scales = self.keys.group_scales(held, stage, unit, member, lane)
-                        column = query_columns.COLUMNS * (group - 1)
-                        a, b = self.reduce(S, group_scales, tile, column, block, unit, full_blocks, first_row, lane)
-                        # % else
                         a, b = self.reduce(
                             S, tile, query_columns.COLUMNS * (group - 1), block, unit, full_blocks, first_row, lane
                         )
-                        # % endif
                         # Said to be uniform, so that its descriptors are made once for a warp.
                         uniform = cute.arch.make_warp_uniform(group)
                         for piece in cutlass.range_constexpr(self.keys.pieces):
@@ -552,66 +373,17 @@ class DecodeScore:
                     if cutlass.const_expr(self.keys.pieces > 1):
                         warpgroup.wait_group(1)
                 stage, phase = following(stage, phase, STAGES)
-            # % if behind
-            last_stage, last_unit = pick(stage == 0, STAGES - 1, stage - 1), self.keys.units - 1
-            group_scales = self.keys.group_scales(held, last_stage, last_unit, member, lane)
-            a, b = self.reduce(
-                S, group_scales, tile, last_column, end_block - 1, last_unit, full_blocks, first_row, lane
-            )
-            # % else
             a, b = self.reduce(S, tile, last_column, end_block - 1, self.keys.units - 1, full_blocks, first_row, lane)
-            # % endif
             first, second = cute.arch.fmax(first, a), cute.arch.fmax(second, b)
             self.keys.release(held, pick(stage == 0, STAGES - 1, stage - 1))
             column_maxima.fold(first, second, member, lane, tile.maxima[None, None, slot + groups - 1, turn], False)
             self.emit(tile, turn, slot + groups, written, groups, thread, out)
-            left, request, number, length, tiles, blocks = (tile.run[i] for i in range(RUN))
-            first_block = Int32(0)
-            request, number, length, tiles, blocks = self.advance(lengths, left, request, number, length, tiles, blocks)
-            # % if behind
-
-    def reduce(self, S, group_scales, tile, first_column, block, unit, full_blocks, first_row, lane):
-        """Wait for the products of a unit -> the maxima of a lane's rows in two columns."""
-        first_key = block * self.block_size + ROWS * unit + first_row
-        return column_maxima.wait(
-            self.keys, S, group_scales, tile.limits, first_column, first_key, block >= full_blocks, lane
-        )
-        # % else
+            left, request, number, first_block, length, tiles, blocks = self.next_tile(lengths, tile)
 
     def reduce(self, S, tile, first_column, block, unit, full_blocks, first_row, lane):
         """Wait for the product of a unit -> the maxima of a lane's rows in two columns."""
         first_key = block * self.block_size + ROWS * unit + first_row
         return column_maxima.wait(S, tile.limits, first_column, first_key, block >= full_blocks, lane)
-        # % endif
-
-    def meet(self):
-        """Until all consumers are here."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
-
-    @cute.jit
-    def note_rows(
-        self, stored: tuple, scales, q_positions: cute.Tensor, tile: Tile, first_token: Int32, end_token: Int32,
-        rows: Int32, heads: Int32, length: Int32, use_positions: Int32, causal: Int32, first_block: Int32,
-        thread: Int32, out: cute.Tensor,
-    ):  # fmt: skip
-        """What a tile's queries see and are multiplied with, and where scores go; the last key that all of them see."""
-        least = length - 1
-        for first in cutlass.range_constexpr(0, ROWS, WARP):
-            row = first + thread % WARP
-            token = cutlass.min(first_token + row // heads, end_token - 1)
-            limit = length - 1
-            if causal != 0:
-                limit = last_visible(q_positions, use_positions, token, end_token, length, length)
-            least = cutlass.min(least, limit)
-            if thread < WARP:
-                tile.limits[row] = limit
-                tile.places[row] = Int64(-1)
-                if row < rows:
-                    of_head = Int64(row % heads) * out.stride[0]
-                    tile.places[row] = of_head + Int64(token) * out.stride[1] + Int64(first_block)
-                    tile.factors[row] = self.keys.row_factor(stored, scales, token, row % heads) * tile.powers[row]
-        self.meet()
-        return Int32(cute.arch.warp_redux_sync(least, "min"))
 
     @cute.jit
     def emit(
