@@ -22,7 +22,6 @@ from msa_tiles.paths import generated_dir
 from msa_tiles.quant import GROUPS
 
 
-
 class Columns(Case):
     """A form of decode_score whose queries are columns."""
 
@@ -128,6 +127,7 @@ class ColumnsChip(Chip):
             of_columns: types.SimpleNamespace(**columns),
             of_maxima: types.SimpleNamespace(**maxima),
             "ELEMENTS": defaultdict(int),
+            "Base": names["ColumnIndexer"],
         }
 
     def units(self) -> dict[str, Any]:

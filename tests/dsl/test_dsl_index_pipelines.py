@@ -119,6 +119,7 @@ class Chip(warpgroups.Chip):
         for helper in ("indexer", "split_indexer", "two_tiles", "candidate_queue"):
             names |= load(HELPERS / f"{helper}.py", **names)
             names[helper] = types.SimpleNamespace(**names)
+        names["Base"] = names["SplitIndexer"]  # of decode_score
         module = load(generated_dir() / f"cutedsl/sm90/{case.file}.py", **names)
         module["CONSUMERS"] = 1
         self.kernel = module[case.name](**case.dims)

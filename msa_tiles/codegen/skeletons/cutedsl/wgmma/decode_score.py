@@ -1,9 +1,10 @@
+# % set decoded = precision.decoded
 """Indexer scores with block max-pool for few queries per request: the keys are split over all CTAs.
 
 Grid: num_ctas CTAs, each of which takes a run of the blocks of all requests (split_indexer). A tile is
 ROWS // num_index_heads consecutive queries of a request with all their index heads.
 
-# % if precision.decoded
+# % if decoded
 The keys are read once from memory (once for each tile of a request from L2), and decoded beside that: they are the rows
 of S^T = K Q^T, which wgmma takes from registers, with eight queries at a time as columns.
 # % else
@@ -14,36 +15,35 @@ work on 64 rows however few of them hold a query.
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper  # % if not precision.decoded
+import cutlass.utils.hopper_helpers as hopper  # % if not decoded
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # % if not precision.decoded
-from cutlass.cute.nvgpu import warpgroup  # % if precision.decoded
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # % if not decoded
+from cutlass.cute.nvgpu import warpgroup  # % if decoded
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum  # % if not precision.decoded
+from cutlass.tensor_utils import LayoutEnum  # % if not decoded
 
-from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma  # % if not precision.decoded
-# % if precision.decoded
-from msa_tiles.dsl.cutedsl import column_indexer, column_maxima, query_columns, scores, tma, wgmma
-# % endif
+from msa_tiles.dsl.cutedsl import scores, softmax, tma, wgmma  # % if not decoded
+from msa_tiles.dsl.cutedsl import column_indexer, column_maxima, query_columns, scores, tma, wgmma  # % if decoded
 from msa_tiles.dsl.cutedsl.arguments import stand_in
-from msa_tiles.dsl.cutedsl.column_indexer import GROUP, IN_TILE, ColumnIndexer, Tile  # % if precision.decoded
-from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if precision.decoded
+from msa_tiles.dsl.cutedsl.column_indexer import GROUP, IN_TILE, Tile  # % if decoded
+from msa_tiles.dsl.cutedsl.column_indexer import ColumnIndexer as Base  # % if decoded
+from msa_tiles.dsl.cutedsl.elements import ELEMENTS  # % if decoded
 from msa_tiles.dsl.cutedsl.operands import index_plain as index_key  # <- operands.index_key
-from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl.pipeline import following  # % if precision.decoded
+from msa_tiles.dsl.cutedsl.pipeline import arrive, arrive_alone, following  # % if not decoded
+from msa_tiles.dsl.cutedsl.pipeline import following  # % if decoded
 from msa_tiles.dsl.cutedsl.shared import make_barriers, make_buffers
-from msa_tiles.dsl.cutedsl.split_indexer import Lengths  # % if precision.decoded
-from msa_tiles.dsl.cutedsl.split_indexer import Lengths, SplitIndexer  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl.topk import pick  # % if precision.decoded
-from msa_tiles.dsl.cutedsl.varlen import last_visible  # % if not precision.decoded
-from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide  # % if not precision.decoded
+from msa_tiles.dsl.cutedsl.split_indexer import Lengths
+from msa_tiles.dsl.cutedsl.split_indexer import SplitIndexer as Base  # % if not decoded
+from msa_tiles.dsl.cutedsl.topk import pick  # % if decoded
+from msa_tiles.dsl.cutedsl.varlen import last_visible  # % if not decoded
+from msa_tiles.dsl.cutedsl.vector import BYTES, copy_wide, vector_of, wide  # % if not decoded
 from msa_tiles.dsl.cutedsl.wgmma import ROWS
-from msa_tiles.dsl.table import Role, Table, buffer, declares, warps  # % if not precision.decoded
-from msa_tiles.dsl.table import Table, declares  # % if precision.decoded
+from msa_tiles.dsl.table import Role, Table, buffer, declares, warps  # % if not decoded
+from msa_tiles.dsl.table import Table, declares  # % if decoded
 
 STAGES = 3  # <- tile.stages
-# % if precision.decoded
+# % if decoded
 CTAS = 3  # <- tile.ctas
 PRODUCER_REGISTERS = 24  # <- tile.producer_registers
 CONSUMER_REGISTERS = 136  # <- tile.consumer_registers
@@ -73,7 +73,7 @@ def decode_score(
     Products are multiplied by q_scale [total_q, num_index_heads], where it is to be used, and by k_scale: [total_k] or
     [pages, page] with key_scales = 1, else its first element, where it is to be used. Scales are 0 or more.
     # % endif
-    # % if precision.decoded
+    # % if decoded
     Keys come in bytes with the scales of their groups, and are decoded. Products are multiplied by q_scale [total_q,
     num_index_heads], where it is to be used, and by the first element of the keys' global scale, if they have one.
     # % endif
@@ -92,14 +92,14 @@ def decode_score(
 @declares
 def cta(head_dim, block_size, pages_per_block, **scales):
     """What a thread block is made of."""
-    # % if precision.decoded
+    # % if decoded
     keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", readers="consumer", **scales)
     # % else
     keys = index_key.parts("k", head_dim, block_size, STAGES, producer="producer", freed=warps("consumer"), **scales)
     # % endif
     return Table(
         roles=(
-            # % if precision.decoded
+            # % if decoded
             *column_indexer.roles_of(PRODUCER_REGISTERS, CONSUMER_REGISTERS),
             # % else
             Role(
@@ -112,7 +112,7 @@ def cta(head_dim, block_size, pages_per_block, **scales):
         ),
         pipelines=keys.pipelines,
         buffers=(
-            # % if precision.decoded
+            # % if decoded
             *query_columns.buffers(ROWS, head_dim, index_key.multiplied()),
             *column_indexer.buffers(),
             *column_maxima.buffers(),
@@ -127,12 +127,11 @@ def cta(head_dim, block_size, pages_per_block, **scales):
     )  # fmt: skip
 
 
-class DecodeScore(SplitIndexer):  # % if not precision.decoded
-class DecodeScore(ColumnIndexer):  # % if precision.decoded
+class DecodeScore(Base):
     """
     # <- cta
 
-    # % if precision.decoded
+    # % if decoded
     CTAS of them share a multiprocessor: decoding takes nearly as long as loads, and wants warps that wait in turn. A
     warp decodes one piece of a block (packed_index_left says what that is) while another is multiplied, and reduces the
     product of a unit of 64 keys when the first piece of the next one is decoded. Further columns of queries, of as many
@@ -155,7 +154,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
 
     def __init__(self, head_dim, block_size, pages_per_block, **scales):
         self.cta = cta(head_dim, block_size, pages_per_block, **scales)
-        # % if precision.decoded
+        # % if decoded
         self.keys = index_key.IndexKeys(
             "k", self.cta, head_dim, block_size, pages_per_block, readers="consumer", **scales
         )
@@ -167,14 +166,14 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
         self.head_dim = head_dim
         self.block_size = block_size
         self.pages_per_block = pages_per_block
-        self.panel = tma.panel_columns(self.element, head_dim)  # % if not precision.decoded
+        self.panel = tma.panel_columns(self.element, head_dim)  # % if not decoded
 
     def arguments(self):
         """Stand-ins for cute.compile: tensors, scalars and the stream, in the order of `__call__`."""
         total_q, heads = cute.sym_int(), cute.sym_int()
         return (
-            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),  # % if not precision.decoded
-            stand_in(ELEMENTS[STORED], total_q, heads, self.head_dim, align=tma.BYTES),  # % if precision.decoded
+            stand_in(self.element, total_q, heads, self.head_dim, align=tma.BYTES),  # % if not decoded
+            stand_in(ELEMENTS[STORED], total_q, heads, self.head_dim, align=tma.BYTES),  # % if decoded
             stand_in(Float32, total_q, heads, last=cute.sym_int64()),  # % if precision.scale
             *self.keys.arguments(),
             stand_in(Int32, cute.sym_int(), cute.sym_int()),
@@ -215,7 +214,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
         )
         scales = None  # % if not precision.scale
         scales = index_key.Scales(q_scale, use_q_scale, use_k_scale)  # % if precision.scale
-        # % if precision.decoded
+        # % if decoded
         self.kernel(
             keys, idx_q, scales, page_table, cu_seqlens_q, cu_seqlens_k, seqused_k, q_positions, out, use_seqused,
             use_positions, causal,
@@ -253,7 +252,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         producer = self.cta.first_warp("producer")
         memory = SmemAllocator()
-        # % if precision.decoded
+        # % if decoded
         q_layout = self.columns.layout()
         # % else
         tiler = (ROWS, self.block_size, self.head_dim)
@@ -261,7 +260,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
         # % endif
         buffers = make_buffers(self.cta, memory, {"queries": q_layout, **self.keys.layouts()})
         barriers = make_barriers(self.cta, memory, self.keys.atoms(stored))
-        # % if precision.decoded
+        # % if decoded
         tile = Tile(*(buffers[name] for name in IN_TILE))
         held = self.keys.held(buffers, barriers)
         # % else
@@ -273,7 +272,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_k, use_seqused, ROWS // Int32(idx_q.shape[1]), Int32(out.shape[2])
         )
-        # % if precision.decoded
+        # % if decoded
         if warp >= producer:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == producer:
@@ -289,8 +288,7 @@ class DecodeScore(ColumnIndexer):  # % if precision.decoded
             run = self.find_run(lengths)
             self.consume(stored, held, idx_q, scales, q_positions, queries, lengths, run, use_positions, causal, out)
         # % endif
-
-            # % if precision.decoded
+        # % if decoded
 
     @cute.jit
     def consume(
