@@ -150,9 +150,7 @@ class Call:
         to no key is NaN.
         """
         if not token_scales:
-            # Among spoilt elements none: weights would be 0, which drop what they belong to.
-            last = 1000.0 if self.spoilt is None else 1.0
-            scales = self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [last])
+            scales = self.source.scales((heads,)) * torch.tensor([1.0] * (heads - 1) + [1000.0])
             scales[: int(self.zeros)] = 0.0
             return scales
         # The others' are small: scores of thousands would show how keys were rounded, and nothing else.

@@ -1069,6 +1069,15 @@ def test_what_is_not_finite_reaches_who_sees_it(
     getattr(calls, op)(Call(**call, seed=5, spoilt=(which, value)), **sizes)
 
 
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.drawn(1)
+def test_nan_comes_through_a_weight_of_zero(which: str) -> None:
+    """Of a partial result whose scores are far below those of a shared block."""
+    (calls,) = [calls for calls in MODULES if hasattr(calls, "shared_attention")]
+    call = Call([(90, 250), (70, 70)], seed=5, spoilt=(which, math.nan))
+    calls.shared_attention(call, group=8, topk=3, head_dim=64, block_size=64, scale=40.0, ctas=3)
+
+
 @pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.drawn(1)
 @pytest.mark.slow  # every simulated call draws an order of its own

@@ -518,10 +518,13 @@ def shared_attention(
                                 T.copy(before, scale)
                             for i in T.Parallel(ROWS):
                                 row_sum[i] = row_sum[i] + scale[i]
-                            # Not `scale > 0`: a NaN has to come through.
+                            # Of slots that are not there the ring may hold anything. A weight may be 0 for others, too, and
+                            # NaN times 0 is NaN.
                             for i, j in T.Parallel(ROWS, head_dim):
                                 O[i, j] = O[i, j] + scale[i] * T.if_then_else(
-                                    scale[i] != 0.0, T.cast(ring[at[0], part * ROWS + i, j], "float32"), 0.0
+                                    m * parts + part < row_slots[i],
+                                    T.cast(ring[at[0], part * ROWS + i, j], "float32"),
+                                    0.0,
                                 )
                         staged = at[0]
                         advance(at, STAGES)
