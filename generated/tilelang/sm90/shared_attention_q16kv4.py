@@ -586,8 +586,8 @@ def shared_attention(
                                 T.copy(before, scale)
                             for i in T.Parallel(ROWS):
                                 row_sum[i] = row_sum[i] + scale[i]
-                            # Of slots that are not there the ring may hold anything. A weight may be 0 for others, too, and
-                            # NaN times 0 is NaN.
+                            # Of slots that are not there the ring may hold anything. Others may have a weight
+                            # of 0, too, and NaN has to come through it.
                             for i, j in T.Parallel(ROWS, head_dim):
                                 O[i, j] = O[i, j] + scale[i] * T.if_then_else(
                                     m * parts + part < row_slots[i],
