@@ -51,6 +51,8 @@ def _why_no_gpu() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     """The seed of whatever a run draws by itself; workers are started later and take it over."""
     os.environ.setdefault("MSA_TILES_SEED", str(random.randrange(1 << 31)))
+    if config.option.rehearse is not None:
+        config.option.dist, config.option.tx = "no", []  # workers of xdist would keep what they note to themselves
     if config.getoption("--seeds") is not None:
         os.environ[SHARE] = str(MANY_SEEDS)
     elif "not slow" in config.option.markexpr:

@@ -54,7 +54,20 @@ def test_with_a_graph():
 @pytest.mark.slow
 def test_gpu_tests_run_on_the_reference_and_note_their_kernels(tmp_path: Path) -> None:
     (tmp_path / "test_on_a_gpu.py").write_text(ON_A_GPU)
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "--rehearse", "points"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-n",
+        "2",
+        "--rehearse",
+        "points",
+    ]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=120)
     assert "1 failed, 3 passed, 1 skipped" in done.stdout, done.stdout
