@@ -8,9 +8,11 @@ import pytest
 
 from msa_tiles import paths
 from msa_tiles.runtime.registry import Cell, default_registry
+from msa_tiles.sources import PACKAGE
 from msa_tiles.spec import load
 from msa_tiles.tables import Table, TableError, constants_of, table_of
 
+IN_TILE = re.findall(r"^IN_TILE = \((.*?)\)$", (PACKAGE / "dsl/cutedsl/column_indexer.py").read_text(), re.MULTILINE)
 CELLS = {cell.id: cell for cell in default_registry().cells if cell.dsl == "cutedsl"}
 
 
@@ -37,6 +39,7 @@ def test_a_buffer_or_a_pipeline_left_out(name: str) -> None:
         try:
             if Table(roles, pipelines, rest).shared_memory == whole.shared_memory:
                 wanted = re.findall(r"buffers\[name\] for name in \((.*?)\)", text_of(CELLS[name]))
+                wanted += IN_TILE if "buffers[name] for name in IN_TILE" in text_of(CELLS[name]) else []
                 assert any(f'"{left_out.name}"' in names for names in wanted), left_out.name
         except TableError as error:
             assert left_out.name in str(error)
