@@ -33,6 +33,7 @@ PASS_CONFIGS: Mapping[str, Any] = {
 }
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
 _LONGEST_ERROR = 3000  # characters
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
 _LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
 _CUTEDSL_OPTIONS = "--enable-tvm-ffi"
 # Host code of CuTe DSL is the machine's own unless its functions say otherwise, and another one may lack instructions.
@@ -169,8 +170,8 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
 
 
 def _end_of(error: Exception) -> str:
-    """What a compiler says in the end: TileLang puts the whole source in front."""
-    text = str(error)
+    """What a compiler says in the end: TileLang puts the whole source in front, and CuTe DSL colours it."""
+    text = _COLOURS.sub("", str(error))
     if isinstance(error, KeyError) or not text:  # a key alone says nothing
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"
@@ -206,12 +207,23 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
         except Exception as error:
             raise CompileError(f"{where}: {_refusal(error, 'cutedsl', arch)}") from error
         _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
-        (staged / CUBIN).write_bytes(compiled.__cubin__)
+        (staged / CUBIN).write_bytes(_machine_code(compiled.__cubin__, where, arch))
         (staged / SOURCES["cutedsl"]).write_text(compiled.__ptx__)
         launches = _cutedsl_launches(compiled.__ptx__, str(compiled.ir_module))
     if len(launches) != 1:
         raise CompileError(f"{where}: {len(launches)} launches of constant size came out, wanted one")
     return {"function": name, "kernels": launches}
+
+
+def _machine_code(cubin: bytes | str | None, where: str, arch: str) -> bytes:
+    """What CuTe DSL kept of it: text, or nothing, where its CUDA libraries are older than an architecture it knows."""
+    if isinstance(cubin, bytes) and cubin:
+        return cubin
+    version = toolchain.compiler_version("cutedsl")
+    raise CompileError(
+        f"{where}: the CUDA libraries of CuTe DSL {version} made no machine code for {arch}; newer ones may know it, "
+        "such as those of nvidia-cutlass-dsl[cu13]"
+    )
 
 
 def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:

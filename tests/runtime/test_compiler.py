@@ -191,6 +191,17 @@ def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: P
 def test_an_error_that_is_a_key_alone_says_what_it_is() -> None:
     assert compiler._end_of(KeyError("sm_91a")) == "KeyError: 'sm_91a'"
     assert compiler._end_of(ValueError("a sentence")) == "a sentence"
+    assert compiler._end_of(ValueError("\x1b[91m\x1b[1merror\x1b[0m: in colours")) == "error: in colours"
+
+
+def test_machine_code_that_cute_dsl_does_not_make() -> None:
+    """For an architecture that it knows and its CUDA libraries do not: it keeps a text then."""
+    assert compiler._machine_code(b"\x7fELF", "combine", "sm_90a") == b"\x7fELF"
+    for made in ("an error", b"", None):
+        with pytest.raises(
+            CompileError, match=r"combine: the CUDA libraries of CuTe DSL .* no machine code for sm_110a"
+        ):
+            compiler._machine_code(made, "combine", "sm_110a")
 
 
 @pytest.mark.parametrize(("dsl", "name"), [("tilelang", "nvcc"), ("cutedsl", "CuTe DSL")])
