@@ -88,8 +88,9 @@ def test_kernels_that_multiply_differently_are_candidates_of_each_other(
     for named in (same, precision):
         status, text = explain(capsys, "decode_score", "--device", "sm90", "--precision", named)
         assert status == 0 and "widened" not in text
-        rivals = [cell for cell in REGISTRY.of("decode_score") if cell.precision in (same, precision)]
-        assert all(f"{cell.id}: serves it" in text for cell in rivals if cell.dsl == "cutedsl")
+        mine = [cell for cell in REGISTRY.of("decode_score") if cell.dsl == "cutedsl"]
+        rivals = [cell.id for cell in mine if cell.precision in (same, precision)]
+        assert len(rivals) == 2 and all(f"{each}: serves it" in text for each in rivals)
         runs = text.partition("\nRuns ")[2].partition(",")[0]
         assert evidence.has_run(next(cell for cell in REGISTRY.cells if cell.id == runs), REGISTRY)
 
