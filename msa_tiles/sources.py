@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from msa_tiles.scoped import held
-from msa_tiles.syntax import tree_of
+from msa_tiles.syntax import located, text_of, tree_of
 
 PACKAGE = Path(__file__).resolve().parent
 _HELPERS = "msa_tiles.dsl"
@@ -137,21 +137,24 @@ def without_header(text: str) -> str:
 
 @once_where_unchanging
 def source_at(file: Path) -> str:
-    """The text of a helper or an operand."""
-    return file.read_text(encoding="utf-8")
+    """The text of a helper or an operand. Raises SourceError where it is no text."""
+    return text_of(file)
 
 
 @unchanging()
 def _helpers(text: str, package: Path) -> dict[str, str]:
-    """Sources of the helper modules that a kernel imports, directly or not, by name."""
+    """Sources of the helper modules that a kernel imports, directly or not, by name. Raises SourceError of one."""
     found: dict[str, str] = {}
     pending = list(_imported_helpers(text, _HELPERS, package))
     while pending:
         name = pending.pop()
         if name in found:
             continue
-        found[name] = source_at(module_file(name, package))  # type: ignore[arg-type]  # it was found
-        pending += _imported_helpers(found[name], name, package)
+        file = module_file(name, package)
+        assert file is not None, f"{name} was found"
+        found[name] = source_at(file)
+        with located(file, found[name]):
+            pending += _imported_helpers(found[name], name, package)
     return found
 
 

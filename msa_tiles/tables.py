@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Any, NamedTuple
 from msa_tiles.dsl import table as _vocabulary
 from msa_tiles.dsl.table import Table, TableError, describe
 from msa_tiles.sources import OPERANDS, PACKAGE, module_file, once_where_unchanging, parsed, source_at
-from msa_tiles.syntax import tree_of
+from msa_tiles.syntax import SourceError, located, tree_of
 
-__all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "table_of"]
+__all__ = ["Table", "TableError", "constants_of", "describe", "docstring_of", "place_of", "table_of"]
 
 NAME = "cta"  # of the function that makes the table
 MARK = "declares"
+_COMPILED = "<table>"  # and the file that it is of, where it is not of a kernel
 
 
 def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
@@ -53,14 +56,50 @@ def _table_of(read: _Read) -> Callable[..., Table]:
 
 @once_where_unchanging
 def constants_of(file: Path, package: Path = PACKAGE) -> Mapping[str, Any]:
-    """The constants and marked functions of the file of a helper or an operand."""
-    return _names(_read(source_at(file), package))
+    """The constants and marked functions of the file of a helper or an operand.
+
+    Raises SourceError where it, or a file that it imports, cannot be read without the DSL.
+    """
+    text = source_at(file)
+    try:
+        return _names(_of_file(file, package))
+    except SourceError:
+        raise
+    except Exception as error:
+        at, line = place_of(error, text)
+        sentence = f"what it declares is no plain Python over constants: {type(error).__name__}: {error}"
+        raise SourceError(at or file, line, sentence) from error
+
+
+def place_of(error: BaseException, text: str) -> tuple[Path | None, int]:
+    """The file and the line in which what files declare has failed: of an operand or a helper, or None for the text.
+
+    The line is 1 where that is not known.
+    """
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    found = [frame for frame in frames if frame.filename.startswith(_COMPILED)]
+    if not found:
+        return None, 1
+    name = found[-1].filename.removeprefix(_COMPILED)
+    file = Path(name) if name else None
+    line, columns = found[-1].lineno, (getattr(found[-1], "colno", None), getattr(found[-1], "end_colno", None))
+    kept = [node for node in tree_of(text if file is None else source_at(file)).body if _counts(node)]
+    # Both trees are alike: what was compiled is the other one, written without what does not count.
+    compiled = tree_of(ast.unparse(ast.Module(kept, [])))
+    pairs = zip(ast.walk(compiled), ast.walk(ast.Module(kept, [])), strict=False)
+    there = [(theirs, ours) for theirs, ours in pairs if getattr(theirs, "lineno", 0) == line]
+    exact = [ours for theirs, ours in there if (theirs.col_offset, theirs.end_col_offset) == columns]  # type: ignore[attr-defined]
+    [first] = (exact or [ours for _, ours in there] or [None])[:1]
+    return file, int(getattr(first, "lineno", 1))
 
 
 @once_where_unchanging
 def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
     """The docstring of the class of this name in a file, or in the helper that the file imports it from, if any."""
-    for node in tree_of(source_at(file)).body:
+    text = source_at(file)
+    with located(file, text):
+        body = tree_of(text).body
+    for node in body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return ast.get_docstring(node)
         if isinstance(node, ast.ImportFrom):
@@ -69,6 +108,14 @@ def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
                 if (alias.asname or alias.name) == name and source is not None:
                     return docstring_of(source, alias.name, package)
     return None
+
+
+class _NoOperandError(TableError):
+    """A file imports an operand that there is not."""
+
+    def __init__(self, name: str, module: str) -> None:
+        super().__init__(f"there is no operand {name} in {module}")
+        self.pattern = rf"\bimport\b.*\b{re.escape(name)}\b"
 
 
 class _Declared(NamedTuple):
@@ -84,6 +131,19 @@ class _Read(NamedTuple):
     source: str
     brought: tuple[tuple[str, str, _Read | None], ...]
     """Name here, name there (empty: all of a module), and the file; None is the vocabulary."""
+    file: str = ""  # empty for a kernel, of which several may share this
+
+
+@once_where_unchanging
+def _of_file(file: Path, package: Path) -> _Read:
+    """The same of a file. Raises SourceError where it is no Python, or imports an operand that there is not."""
+    text = source_at(file)
+    try:
+        with located(file, text):
+            return _read(text, package)._replace(file=str(file))
+    except _NoOperandError as error:
+        line = next((n for n, each in enumerate(text.splitlines(), 1) if re.search(error.pattern, each)), 1)
+        raise SourceError(file, line, str(error)) from error
 
 
 @once_where_unchanging
@@ -95,11 +155,11 @@ def _read(text: str, package: Path) -> _Read:
         if module == _vocabulary.__name__:
             brought.append((here, name, None))
         elif (file := module_file(f"{module}.{name}", package)) is not None:
-            brought.append((here, "", _read(source_at(file), package)))
+            brought.append((here, "", _of_file(file, package)))
         elif module.endswith(OPERANDS):
-            raise TableError(f"there is no operand {name} in {module}")
+            raise _NoOperandError(name, module)
         elif (file := module_file(module, package)) is not None:
-            brought.append((here, name, _read(source_at(file), package)))
+            brought.append((here, name, _of_file(file, package)))
     return _Read(declared.source, tuple(brought))
 
 
@@ -112,22 +172,33 @@ def _names(read: _Read) -> Mapping[str, Any]:
             continue
         others = _names(file)
         if not there:
-            names[here] = types.SimpleNamespace(**others)
+            names[here] = _Module(Path(file.file).stem, others)
         elif there in others:
             names[here] = others[there]
-    exec(_compiled(read.source), names)
+    exec(_compiled(read.source, read.file), names)
     return names
 
 
+class _Module(types.SimpleNamespace):
+    """What counts of a file, by name."""
+
+    def __init__(self, name: str, names: Mapping[str, Any]) -> None:
+        super().__init__(**names)
+        self.__name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.__dict__['_Module__name']} declares no {name}")
+
+
 @functools.lru_cache(maxsize=256)
-def _compiled(source: str) -> types.CodeType:
-    return compile(source, "<table>", "exec")
+def _compiled(source: str, file: str) -> types.CodeType:
+    return compile(source, f"{_COMPILED}{file}", "exec")
 
 
 @functools.lru_cache(maxsize=512)
 def _declared(text: str) -> _Declared:
     nodes = parsed(text).body
-    kept = [node for node in nodes if _is_constant(node) or _is_marked(node)]
+    kept = [node for node in nodes if _counts(node)]
     used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
     used.update(*(ast.literal_eval(node.value) for node in kept if isinstance(node, ast.Assign) and _exports(node)))
     imports = [
@@ -138,6 +209,10 @@ def _declared(text: str) -> _Declared:
         if (alias.asname or alias.name) in used
     ]
     return _Declared(ast.unparse(ast.Module(kept, [])), tuple(imports))
+
+
+def _counts(node: ast.stmt) -> bool:
+    return _is_constant(node) or _is_marked(node)
 
 
 def _is_constant(node: ast.stmt) -> bool:

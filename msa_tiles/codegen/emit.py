@@ -31,11 +31,12 @@ import jinja2
 from msa_tiles.codegen.facts import Noted, unfollowed
 from msa_tiles.codegen.marks import no_module, no_value, sizes_of, unread
 from msa_tiles.codegen.plan import CellError, KernelPlan
+from msa_tiles.origins import line_in
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
 from msa_tiles.spec.source import shown
-from msa_tiles.syntax import expression_of
-from msa_tiles.tables import Table, TableError, constants_of, describe, docstring_of, table_of
+from msa_tiles.syntax import SourceError, expression_of, line_of, text_of
+from msa_tiles.tables import Table, TableError, constants_of, describe, docstring_of, place_of, table_of
 
 SKELETONS = Path(__file__).parent / "skeletons"
 
@@ -106,11 +107,11 @@ def render(
     if path is None:
         places = " or ".join(shown(folder / plan.skeleton) for folder in skeletons)
         raise CellError(plan, f"there is no skeleton at {places}")
-    file = shown(path)
-    text = _rendered(plan, operator, target, precision, path.read_text(encoding="utf-8"), file, package)
+    file, skeleton = shown(path), text_of(path)
+    text = _rendered(plan, operator, target, precision, skeleton, file, package)
     text = _CLASS_PARAGRAPH.sub(lambda mark: _class_words(mark, plan, package, file), text)
-    _check_module(text, plan, file)
-    return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file), text)
+    _check_module(text, plan, file, skeleton)
+    return _CTA_LINE.sub(lambda mark: _told(text, plan, package, mark["indent"], file, skeleton), text)
 
 
 def _rendered(
@@ -149,24 +150,45 @@ def _rendered(
         try:
             text = _template(source).render(**scope, _value=value, _operand=operand, _tensors=tensors)
         except jinja2.TemplateSyntaxError as error:
-            raise SpecError(Location(file, error.lineno), f"line statement: {error.message}") from error
-        except SpecError:
+            raise _of_template(error, skeleton, file) from error
+        except (SpecError, SourceError):
             raise
         except (_RowError, *_FAILURES) as error:
             raise _refused(plan, f"line statement: {error}", Location(file, _template_line(error))) from error
-        except jinja2.UndefinedError as error:
+        except jinja2.TemplateError as error:
             raise SpecError(Location(file, _template_line(error)), f"line statement: {error.message}") from error
         if not mistakes.found:
             named = sizes_of(skeleton)
             formulas = frozenset[str]().union(
                 *(each.names for each in (plan.threads_formula, plan.shared_memory_formula) if each is not None)
             )
-            for name in plan.tile:
-                if name not in tile.read and name not in formulas:
-                    mistakes.add(CellError(plan, unread(name, file, named, plan.tile)))
-            for why in unfollowed(plan, precision, noted.tells_multiply, text, file, package):
+            unfollowed_by = [
+                unread(name, file, named, plan.tile)
+                for name in plan.tile
+                if name not in tile.read and name not in formulas
+            ]
+            unfollowed_by += unfollowed(plan, precision, noted.tells_multiply, text, file, package)
+            if unfollowed_by:
+                _check_module(text, plan, file, skeleton)  # of what is no kernel nothing else is told
+            for why in unfollowed_by:
                 mistakes.add(CellError(plan, why))
     return text
+
+
+def _of_template(error: jinja2.TemplateSyntaxError, skeleton: str, file: str) -> SpecError:
+    """What jinja cannot read, at its line; of a block that nothing closes that is the one which opens it."""
+    line, sentence = error.lineno, error.message or ""
+    opened: list[tuple[int, str]] = []
+    for number, each in enumerate(skeleton.splitlines(), start=1):
+        word = statement["statement"].split(" ")[0] if (statement := _STATEMENT.fullmatch(each)) else ""
+        if word in ("if", "for"):
+            opened.append((number, word))
+        elif word in ("endif", "endfor") and opened:
+            opened.pop()
+    if sentence.startswith("Unexpected end of template") and opened:
+        line, word = opened[-1]
+        sentence = f"nothing closes this `{word}`: `# % end{word}` is missing"
+    return SpecError(Location(file, line), f"line statement: {sentence}")
 
 
 def _refused(plan: KernelPlan, sentence: str, where: Location) -> CellError:
@@ -181,15 +203,19 @@ def _class_words(mark: re.Match[str], plan: KernelPlan, package: Path, file: str
     return "".join(f"{mark['indent']}{line}\n" if line else "\n" for line in ("", *more.splitlines())) if more else ""
 
 
-def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str) -> str:
+def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str, skeleton: str) -> str:
     """What the tables of all variants say, as lines of a docstring."""
-    table = table_of(text, package)
-    if table is None:
-        raise SpecError(Location(file, 1), "`# <- cta` stands in a skeleton without a function cta")
     try:
+        table = table_of(text, package)
+        if table is None:
+            raise SpecError(Location(file, 1), "`# <- cta` stands in a skeleton without a function cta")
         lines = _described(table, tuple(tuple(variant.items()) for variant in plan.points()))
     except TableError as error:
-        raise _refused(plan, str(error), Location(file, 1)) from error
+        of, line = place_of(error, text)
+        where = Location(file, line_in(skeleton, text, line) or 1) if of is None else Location(shown(of), line)
+        if isinstance(error.__cause__, NameError | AttributeError):  # which no row brings about
+            raise SpecError(where, str(error)) from error
+        raise _refused(plan, str(error), where) from error
     return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
 
 
@@ -362,12 +388,15 @@ def _outline(text: str) -> _Outline:
     return _Outline(bool(ast.get_docstring(module)), functions)
 
 
-def _check_module(text: str, plan: KernelPlan, file: str) -> None:
+def _check_module(text: str, plan: KernelPlan, file: str, skeleton: str) -> None:
     """The kernel module keeps its contract: a function named like the operator, one keyword for each variant dim."""
+    if not skeleton.strip():
+        raise SpecError(Location(file, 1), "the skeleton is empty")
     try:
         has_docstring, functions = _outline(text)
     except SyntaxError as error:
-        raise SpecError(Location(file, 1), f"{plan.cell} renders to invalid Python: {error.msg}") from error
+        line = line_in(skeleton, text, line_of(error, text)) or 1
+        raise SpecError(Location(file, line), f"the skeleton renders to invalid Python: {error.msg}") from error
     if not has_docstring:
         raise SpecError(Location(file, 1), "the skeleton has no module docstring")
     if plan.op not in functions:

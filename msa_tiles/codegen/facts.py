@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from msa_tiles.codegen.plan import KernelPlan
-from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, operands_in
+from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, operands_in, source_at
 from msa_tiles.spec import Precision
-from msa_tiles.tables import constants_of
+from msa_tiles.syntax import SourceError
+from msa_tiles.tables import constants_of, place_of
 
 MULTIPLIED = "multiplied"  # the function of an operand that says in which element it hands out values
 
@@ -101,7 +102,12 @@ def _multiplied(plan: KernelPlan, role: str, module: str, package: Path) -> tupl
     for point in plan.points():
         # The first of them, where it takes more than compile-time dims, is the name of keys or of values.
         given = {name: point.get(name, "k") for name in names}
-        found[function(**given)] = None
+        try:
+            found[function(**given)] = None
+        except Exception as error:
+            assert path is not None, "it has the function"
+            at, line = place_of(error, source_at(path))
+            raise SourceError(at or path, line, f"{MULTIPLIED} fails: {type(error).__name__}: {error}") from error
     return tuple(found)
 
 

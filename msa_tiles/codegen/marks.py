@@ -9,6 +9,7 @@ from pathlib import Path
 from msa_tiles.names import meant
 from msa_tiles.spec import KernelRow, Location
 from msa_tiles.spec.source import shown
+from msa_tiles.syntax import text_of
 
 _MARK = re.compile(r"# (?:%|<-)(?P<words>.*)")
 _SIZE = re.compile(r"\btile(?:\.|\[[\"']|\.get\([\"'])(?P<name>[A-Za-z]\w*)")
@@ -39,8 +40,12 @@ def unread(name: str, file: str, wanted: Collection[str], tile: Collection[str])
     return sentence + meant(name, [each for each in wanted if each not in tile])
 
 
-def sizes_amiss(op: str, row: KernelRow, folders: Sequence[Path], families: Collection[str]) -> Iterator[str]:
+def sizes_amiss(
+    op: str, row: KernelRow, folders: Sequence[Path], families: Collection[str], broken: Collection[str] = ()
+) -> Iterator[str]:
     """Sentences about the tile sizes of a row: those that nothing can read, and those that every kernel must have.
+
+    None where a skeleton is `broken`: what it would read nobody knows.
 
     A row whose MMA is none of the `families` that there are may be meant for any skeleton of its operator and DSL.
     """
@@ -48,9 +53,9 @@ def sizes_amiss(op: str, row: KernelRow, folders: Sequence[Path], families: Coll
     family = row.mma if row.mma in families else "*"
     places = (sorted((folder / row.dsl).glob(f"{family}/{name}.py")) for folder in folders if row.dsl)
     paths = next((found for found in places if found), [])
-    if not paths:
+    if not paths or any(shown(path) in broken for path in paths):
         return
-    texts = {shown(path): path.read_text(encoding="utf-8") for path in paths}
+    texts = {shown(path): text_of(path) for path in paths}
     if row.mma in families and "tile" in row.key_lines:
         for file, text in texts.items():
             yield from _missing(row, file, text)

@@ -29,8 +29,10 @@ from msa_tiles.sources import (
     unchanging,
     without_header,
 )
-from msa_tiles.spec import Mistakes, SpecError, Specs, load
+from msa_tiles.spec import Location, Mistakes, SpecError, Specs, load
+from msa_tiles.spec.mistakes import joined
 from msa_tiles.spec.source import shown
+from msa_tiles.syntax import SourceError, located, text_of, tree_of
 from msa_tiles.tables import table_of
 from msa_tiles.trees import STATE
 
@@ -106,6 +108,7 @@ def produce(
             try:
                 body = render(planned, operator, target, precision, folders, package)
                 plan = completed(planned, table_of(body, package), target)
+                digest = digest_of(body, plan.dsl, target.arch, package)
             except IllegalError as error:
                 if planned.derived:
                     unfit[planned.cell] = error.sentence
@@ -115,8 +118,10 @@ def produce(
             except SpecError as error:
                 mistakes.add(error)
                 continue
+            except SourceError as error:
+                mistakes.add(_told(error))
+                continue
             rendered.add(plan.cell)
-            digest = digest_of(body, plan.dsl, target.arch, package)
             if is_known(plan, operator, digest, known):
                 continue
             all_plans.append(plan)
@@ -137,6 +142,11 @@ def produce(
     return Generated(tuple(all_plans), paths, files, made if beneath is None else added(made, beneath), unfit, archs)
 
 
+def _told(error: SourceError) -> SpecError:
+    """A file of Python that is none, as a mistake beside those of specs."""
+    return SpecError(Location(shown(error.file), error.line), error.sentence)
+
+
 def _tell_unrendered(
     specs: Specs,
     folders: Sequence[Path],
@@ -150,11 +160,12 @@ def _tell_unrendered(
     rows = [(op, row) for op, operator in specs.operators.items() for row in operator.kernels]
     rows = [(op, row) for op, row in rows if row.target in asked and not row.derived]
     families = {name for target in specs.targets.values() for name in target.mma}
+    broken = {mistake.where.file for error in mistakes.found for mistake in error.mistakes}
     for op, row in (*rows, *specs.spoilt):
         cell = Cell(f"{op}.{row.cell}", row.where.of(specs.operators[op].where) if op in specs.operators else row.where)
         if cell.cell in rendered:
             continue
-        for why in sizes_amiss(op, row, folders, families):
+        for why in sizes_amiss(op, row, folders, families, broken):
             mistakes.add(CellError(cell, why))
         module = f"msa_tiles.dsl.{row.dsl}{OPERANDS}"
         for role, name in row.operands.items():
@@ -184,15 +195,28 @@ def generate(specs_dir: Path, out: Path, selection: Selection | None = None) -> 
 
 
 def _own_operands(tree: Path) -> dict[str, str]:
-    """Copies of a tree's operands, which imports find from now on. Raises ValueError where the package has one, too."""
+    """Copies of a tree's operands, which imports find from now on.
+
+    Raises SpecError for all that are no Python, and ValueError where the package has one of the name, too.
+    """
     copies = {}
     forget_operands(tree.resolve())
+    mistakes = Mistakes()
     for dsl in PINS:
         for file in sorted(operands_of(tree, dsl).glob("*.py")):
+            try:
+                text = text_of(file)
+                with located(file, text):
+                    tree_of(text)
+            except SourceError as error:
+                mistakes.add(_told(error))
+                continue
             if found := operand_file(file.stem, f"msa_tiles.dsl.{dsl}{OPERANDS}"):
                 raise ValueError(f"{shown(file)} has the name of an operand of {dsl} that there is already: {found}")
             path = operands_of(Path(), dsl) / file.name
-            copies[path.as_posix()] = f"# {MADE_BY}, a copy; do not edit.\n\n{file.read_text(encoding='utf-8')}"
+            copies[path.as_posix()] = f"# {MADE_BY}, a copy; do not edit.\n\n{text}"
+    if mistakes.found:
+        raise joined(mistakes.found)
     search_operands(tree.resolve())
     return copies
 

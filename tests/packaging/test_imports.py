@@ -16,7 +16,7 @@ from msa_tiles import paths
 
 PACKAGE = Path(msa_tiles.__file__).parent
 ANYTHING = None
-READERS = ("sources", "syntax")
+READERS = ("sources", "syntax", "origins")
 # What each part of msa_tiles may import, itself aside.
 ALLOWED: dict[str, set[str] | None] = {
     "__init__": {"runtime", "library", "explaining", "trees"},  # when it is asked for them
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "pack": {"names", "runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
     "syntax": set(),
+    "origins": set(),
     "sources": {"scoped", "syntax"},
     "errors": set(),
     "trust": set(),
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "tables": {"dsl", *READERS, "trees"},
     "codegen": {"spec", "files", "names", "paths", *READERS, "tables", "trees"},
     "skeletons": {"dsl"},
-    "runtime": {"spec", "files", "names", "paths", "scoped", "sources", "tables", "errors", "trees", "trust"},
+    "runtime": {"spec", "files", "names", "paths", "scoped", *READERS, "tables", "errors", "trees", "trust"},
     "call": {"reference", "quant", "scoped"},
     "library": {"call", "scoped", "trees"},
     "launch": {"call", "quant", "runtime", "spec", "trees"},
