@@ -89,8 +89,8 @@ def place_of(error: BaseException, text: str) -> tuple[Path | None, int]:
     pairs = zip(ast.walk(compiled), ast.walk(ast.Module(kept, [])), strict=False)
     there = [(theirs, ours) for theirs, ours in pairs if getattr(theirs, "lineno", 0) == line]
     exact = [ours for theirs, ours in there if (theirs.col_offset, theirs.end_col_offset) == columns]  # type: ignore[attr-defined]
-    [first] = (exact or [ours for _, ours in there] or [None])[:1]
-    return file, int(getattr(first, "lineno", 1))
+    nodes = exact or [ours for _, ours in there]
+    return file, int(getattr(nodes[0], "lineno", 1)) if nodes else 1
 
 
 @once_where_unchanging

@@ -144,6 +144,9 @@ def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
         raise TreeError(f"{by}there is no directory {directory} to use as a tree; make it first, an empty one will do")
     if any(directory.iterdir()) and not any((directory / folder).is_dir() for folder in FOLDERS):
         raise TreeError(f"{by}{directory} is no tree: it has none of the folders {', '.join(FOLDERS)}")
+    for folder in FOLDERS:
+        if (directory / folder).exists() and not (directory / folder).is_dir():
+            raise TreeError(f"{by}{directory / folder} is a file, and in a tree a directory")
     if directory / "generated" == paths.generated_dir().resolve():
         raise TreeError(
             f"{by}{directory} is what is used without a tree: leave it out, or name a directory of your own"

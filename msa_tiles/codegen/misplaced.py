@@ -27,6 +27,8 @@ def misplaced(tree: trees.Tree, specs: Specs | None, operators: Collection[str])
     for path in sorted(tree.directory.iterdir()):
         if why := _beside(path, specs, operators):
             yield SpecError(Location(shown(path), int(path.is_file())), f"nothing reads it: {why}")
+    for folder in (tree.skeletons, tree.operands):
+        yield from _of_no_kind(folder)
     known = sorted(_shipped() if specs is None else _of_rows(specs))
     for path, name in _sources(tree.skeletons):
         if not _may_be_skeleton(path.relative_to(tree.skeletons), specs, operators):
@@ -37,6 +39,16 @@ def misplaced(tree: trees.Tree, specs: Specs | None, operators: Collection[str])
         if path.suffix != ".py" or dsl not in DSLS or len(rest) != 1:
             close = meant(name, [f"{each}/{path.stem}.py" for each in DSLS])
             yield SpecError(Location(shown(path), 1), f"nothing reads it: operands are read from {OPERAND}{close}")
+
+
+def _of_no_kind(folder: Path) -> Iterator[SpecError]:
+    """A mistake for each file where a directory belongs, and for what has the name of a file and is none."""
+    for path in sorted(folder.rglob("*")):
+        if path.name in DSLS and path.parent == folder and not path.is_dir():
+            yield SpecError(Location(shown(path), 0), "is a file; wanted a directory")
+        elif path.suffix in _SOURCES and not path.name.startswith(".") and not path.is_file():
+            kind = "a directory" if path.is_dir() else "no plain file"
+            yield SpecError(Location(shown(path), 0), f"is {kind}; wanted a file")
 
 
 def idle(tree: trees.Tree, specs: Specs) -> Iterator[str]:

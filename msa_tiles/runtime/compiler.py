@@ -22,7 +22,9 @@ from typing import Any
 from msa_tiles.errors import ToolError
 from msa_tiles.runtime import toolchain
 from msa_tiles.runtime.cache import CUBIN, LIBRARY, SOURCES, Cache, Entry
+from msa_tiles.runtime.places import located
 from msa_tiles.runtime.registry import Cell
+from msa_tiles.syntax import SourceError
 
 # Skeletons assign warp roles and fence their own pipelines; bounds are theirs to check as well. Fast math would turn
 # -inf and NaN handling into undefined behaviour.
@@ -34,6 +36,7 @@ PASS_CONFIGS: Mapping[str, Any] = {
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
 _LONGEST_ERROR = 3000  # characters
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
+_UNSUPPORTED = "Unsupported GPU architecture"  # says CuTe DSL of one that its CUDA libraries do not know
 _LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
 _CUTEDSL_OPTIONS = "--enable-tvm-ffi"
 # Host code of CuTe DSL is the machine's own unless its functions say otherwise, and another one may lack instructions.
@@ -106,7 +109,10 @@ def compile_variant(cell: Cell, variant: Mapping[str, int], arch: str, cache: Ca
     CacheError when there is no place for it.
     """
     cache, expected = cache or Cache(), _expected(cell, variant, arch)
-    key, version = cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl)
+    try:
+        key, version = cache_key(cell, variant, arch), toolchain.compiler_version(cell.dsl)
+    except SourceError as error:
+        raise CompileError(f"{cell.id} {variant_text(variant)}: {error}") from error
     entry = cache.load(cell.id, key, version, expected)
     if entry is not None:
         return entry
@@ -150,15 +156,15 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
 
     where = f"{cell.id} {variant_text(variant)}"
     cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
-    configs = dict(PASS_CONFIGS if cell.pass_configs is None else cell.pass_configs)
     with _captured_cubins() as cubins:
         try:
+            configs = dict(PASS_CONFIGS if cell.pass_configs is None else cell.pass_configs)
             kernel = cell.function(**variant)
             with tvm.transform.PassContext(opt_level=3, config=configs), cuda:
                 artifact = tilelang.lower(kernel, target=cuda, enable_host_codegen=True, enable_device_compile=True)
             artifact.rt_mod.export_library(str(staged / LIBRARY))
         except Exception as error:
-            raise CompileError(f"{where}: {_refusal(error, 'tilelang', arch)}") from error
+            raise CompileError(f"{where}: {_refusal(error, cell, arch)}") from error
     if len(cubins) != 1:
         raise CompileError(f"{where}: {len(cubins)} device images came out, wanted one")
     (staged / CUBIN).write_bytes(cubins[0])
@@ -177,15 +183,23 @@ def _end_of(error: Exception) -> str:
     return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"
 
 
-def _refusal(error: Exception, dsl: str, arch: str) -> str:
-    """The same, but of an architecture that the compiler does not know, which CuTe DSL says by a key alone."""
-    known = toolchain.architectures(dsl)
+def _refusal(error: Exception, cell: Cell, arch: str) -> str:
+    """The same with its place, but of an architecture that the compiler does not know what to install.
+
+    CuTe DSL says of one that it does not know a key alone, and calls one that its CUDA libraries do not know a bug.
+    """
+    known, text = toolchain.architectures(cell.dsl), _end_of(error)
+    if _UNSUPPORTED in text:
+        return _no_machine_code(arch)
     # nvcc lists architectures without the letter of their own instructions.
-    if not known or arch in known or (dsl == "tilelang" and arch.rstrip("af") in known):
-        return _end_of(error)
-    name = {"tilelang": "nvcc", "cutedsl": "CuTe DSL"}[dsl]
-    version = toolchain.compiler_version(dsl)
-    return f"{name} {version} does not know the architecture {arch} of the target; it knows {', '.join(known)}"
+    if not known or arch in known or (cell.dsl == "tilelang" and arch.rstrip("af") in known):
+        return located(error, text, cell)
+    name, newer = {"tilelang": ("nvcc", "CUDA toolkit"), "cutedsl": ("CuTe DSL", "nvidia-cutlass-dsl")}[cell.dsl]
+    highest = max(known, key=lambda each: int(re.sub(r"\D", "", each) or 0))
+    return (
+        f"{name} {toolchain.compiler_version(cell.dsl)} does not know the architecture {arch} of the target, and "
+        f"{highest} is the highest that it knows: install a newer {newer}"
+    )
 
 
 def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) -> dict[str, Any]:
@@ -205,7 +219,7 @@ def _cutedsl(cell: Cell, variant: Mapping[str, int], arch: str, staged: Path) ->
             _for_every_host(compiled.ir_module)
             compiled.export_to_c(f"{scratch}/kernel.o", function_name=name, export_only_tvm_ffi_symbols=True)
         except Exception as error:
-            raise CompileError(f"{where}: {_refusal(error, 'cutedsl', arch)}") from error
+            raise CompileError(f"{where}: {_refusal(error, cell, arch)}") from error
         _link(Path(scratch, "kernel.o"), staged / LIBRARY, where)
         (staged / CUBIN).write_bytes(_machine_code(compiled.__cubin__, where, arch))
         (staged / SOURCES["cutedsl"]).write_text(compiled.__ptx__)
@@ -219,11 +233,14 @@ def _machine_code(cubin: bytes | str | None, where: str, arch: str) -> bytes:
     """What CuTe DSL kept of it: text, or nothing, where its CUDA libraries are older than an architecture it knows."""
     if isinstance(cubin, bytes) and cubin:
         return cubin
-    version = toolchain.compiler_version("cutedsl")
-    raise CompileError(
-        f"{where}: the CUDA libraries of CuTe DSL {version} made no machine code for {arch}; newer ones may know it, "
-        "such as those of nvidia-cutlass-dsl[cu13]"
-    )
+    raise CompileError(f"{where}: {_no_machine_code(arch)}")
+
+
+def _no_machine_code(arch: str) -> str:
+    """The sentence about CUDA libraries that are older than an architecture which CuTe DSL knows."""
+    version = toolchain.compiler_version("cutedsl") or ""
+    newer = "a newer nvidia-cutlass-dsl" if version.endswith("cu13") else "those of nvidia-cutlass-dsl[cu13]"
+    return f"the CUDA libraries of CuTe DSL {version} make no machine code for {arch}: install {newer}"
 
 
 def _cutedsl_launches(ptx: str, host: str) -> dict[str, dict[str, int]]:

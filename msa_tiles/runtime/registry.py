@@ -19,6 +19,7 @@ from msa_tiles.files import from_json
 from msa_tiles.sources import OPERANDS, code_of, search_operands
 from msa_tiles.spec.loader import PRECISIONS
 from msa_tiles.spec.reach import WIDENING
+from msa_tiles.syntax import located, text_of
 
 INDEX = "index.json"
 INDEX_FORMAT = 2
@@ -105,9 +106,11 @@ class Cell:
         return getattr(sys.modules[self.function.__module__], "PASS_CONFIGS", None)
 
     def text(self) -> str:
-        """That of the kernel file. Raises RegistryError where it cannot be read, TreeError where its tree is gone."""
+        """That of the kernel file. Raises RegistryError where it cannot be read, TreeError where its tree is gone,
+        SourceError where it is no text.
+        """
         try:
-            return self.file.read_text(encoding="utf-8")
+            return text_of(self.file)
         except OSError as error:
             if self.tree is not None and not self.tree.is_dir():
                 raise trees.TreeError(trees.gone(self.tree)) from error
@@ -115,9 +118,14 @@ class Cell:
             raise RegistryError(f"{self.file} cannot be read ({error.strerror}); run `{again}`") from error
 
     def source_hash(self) -> str:
-        """16 hex digits over the code of the kernel file and its device helpers, as they are on disk now."""
-        total = hashlib.sha256()
-        for part in code_of(self.text()):
+        """16 hex digits over the code of the kernel file and its device helpers, as they are on disk now.
+
+        Raises SourceError where one is no Python.
+        """
+        total, text = hashlib.sha256(), self.text()
+        with located(self.file, text):
+            parts = code_of(text)
+        for part in parts:
             total.update(part)
         return total.hexdigest()[:16]
 
