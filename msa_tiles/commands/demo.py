@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--steps: only --train takes steps")
     import torch
 
-    from msa_tiles import console, paths
+    from msa_tiles import console, paths, trees
     from msa_tiles.codegen import generate
     from msa_tiles.demo import device, kernels, picture, text
     from msa_tiles.demo import run as demo
@@ -85,14 +85,18 @@ def run(args: argparse.Namespace) -> int:
     for sentence in differences:
         console.say(f"  {sentence}")
     console.say(
-        f"{counted(count, 'kernel')} generated, "
+        f"{counted(count, 'kernel')} generated{' of the shipped specs, without trees' if trees.stack() else ''}, "
         + ("NOT what is shipped" if differences else "equal to the shipped ones")
     )
+    for sentence in kernels.of_trees():
+        console.say(sentence)
     console.say(f"{len(source.ids):,} tokens of {source.source}, {len(source.vocabulary):,} different ones")
     place = device.choose(args.precision)
     text.refuse_runaway(source, place.torch_device.type == "cuda")
     report, block_indices, questions, prompt = demo.run(source, place, args.precision)
     demo.show(report)
+    if trees.stack():
+        console.say(kernels.behind(place.torch_device, args.precision))
     for file in demo.write(report, block_indices, questions, prompt, args.out):
         console.say(f"wrote {file}")
     if not picture.available():
