@@ -199,7 +199,8 @@ def test_machine_code_that_cute_dsl_does_not_make() -> None:
     assert compiler._machine_code(b"\x7fELF", "combine", "sm_90a") == b"\x7fELF"
     for made in ("an error", b"", None):
         with pytest.raises(
-            CompileError, match=r"combine: the CUDA libraries of CuTe DSL .* no machine code for sm_110a"
+            CompileError,
+            match=r"combine: the CUDA libraries of CuTe DSL .* no machine code for sm_110a: install [^.]*$",
         ):
             compiler._machine_code(made, "combine", "sm_110a")
 
@@ -212,12 +213,25 @@ def test_an_architecture_that_the_compiler_does_not_know_is_named(
         pytest.skip(reason)
     [cell] = default_registry().select("combine", dsl, "sm90")
     version = re.escape(toolchain.compiler_version(dsl) or "")
-    known = rf"{name} {version} does not know the architecture sm_95a of the target; it knows sm_\d+, .*sm_90, "
+    known = rf"{name} {version} does not know the architecture sm_95a of the target, and sm_1\w+ is the highest that "
     with pytest.raises(CompileError, match=rf"^{re.escape(cell.id)} head_dim=64: {known}") as caught:
         compile_variant(cell, {"head_dim": 64}, "sm_95a", Cache(tmp_path))
     assert "KeyError" not in str(caught.value)
     for arch in ("sm_90a", "sm_100a"):  # whatever is wrong then, it is not that
-        assert compiler._refusal(ValueError("a sentence"), dsl, arch) == "a sentence"
+        assert compiler._refusal(ValueError("a sentence"), cell, arch) == "a sentence"
+    assert len(str(caught.value)) < 250 and ": install a newer " in str(caught.value)
+
+
+def test_an_architecture_that_the_cuda_libraries_do_not_know_is_told_with_what_to_install() -> None:
+    """CuTe DSL calls it a bug of its own, over seven lines."""
+    if reason := toolchain.missing("cutedsl"):
+        pytest.skip(reason)
+    [cell] = default_registry().select("combine", "cutedsl", "sm90")
+    text = "error[INTERNAL]: The compiler hit an internal DSL problem.\n  error: Unsupported GPU architecture 'sm_107a' with"
+    said = compiler._refusal(RuntimeError(text), cell, "sm_107a")
+    assert re.fullmatch(
+        r"the CUDA libraries of CuTe DSL \S+ make no machine code for sm_107a: install [^\n]*cutlass-dsl\S*", said
+    )
 
 
 def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
