@@ -174,8 +174,10 @@ def test_a_kernel_that_does_not_compile_is_named(cell: Cell, target: Target, tmp
     broken = tmp_path / "broken.py"
     broken.write_text("def scale_rows(width, capacity):\n    raise IndexError('no such row')\n")
     bad = dataclasses.replace(cell, file=broken)
-    with pytest.raises(CompileError, match=r"scale_rows\.tilelang\.sm90\.bf16 width=64 capacity=4: no such row"):
+    with pytest.raises(CompileError) as caught:
         compile_variant(bad, cell.ci[0], target.arch, Cache(tmp_path / "cache"))
+    where = "scale_rows.tilelang.sm90.bf16 width=64 capacity=4"
+    assert str(caught.value) == f"{where}: IndexError: no such row ({broken}:2)"
     assert not list((tmp_path / "cache" / cell.id).glob("[!.]*"))
 
 
@@ -183,7 +185,7 @@ def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: P
     """TileLang puts the whole source in front of what nvcc says."""
     broken = tmp_path / "broken.py"
     broken.write_text("def scale_rows(width, capacity):\n    raise IndexError('source ' * 5000 + 'no such row')\n")
-    with pytest.raises(CompileError, match=r"scale_rows\S+ width=64 capacity=4: … .*no such row$") as caught:
+    with pytest.raises(CompileError, match=r"width=64 capacity=4: IndexError: … .*no such row \(\S+py:2\)$") as caught:
         compile_variant(dataclasses.replace(cell, file=broken), cell.ci[0], target.arch, Cache(tmp_path / "cache"))
     assert len(str(caught.value)) < 4000
 
@@ -200,7 +202,7 @@ def test_machine_code_that_cute_dsl_does_not_make() -> None:
     for made in ("an error", b"", None):
         with pytest.raises(
             CompileError,
-            match=r"combine: the CUDA libraries of CuTe DSL .* no machine code for sm_110a: install [^.]*$",
+            match=r"combine: the CUDA libraries of CuTe DSL .* no machine code for sm_110a: install ",
         ):
             compiler._machine_code(made, "combine", "sm_110a")
 
@@ -227,11 +229,9 @@ def test_an_architecture_that_the_cuda_libraries_do_not_know_is_told_with_what_t
     if reason := toolchain.missing("cutedsl"):
         pytest.skip(reason)
     [cell] = default_registry().select("combine", "cutedsl", "sm90")
-    text = "error[INTERNAL]: The compiler hit an internal DSL problem.\n  error: Unsupported GPU architecture 'sm_107a' with"
+    text = "error[INTERNAL]: The compiler hit a problem.\n  error: Unsupported GPU architecture 'sm_107a' with"
     said = compiler._refusal(RuntimeError(text), cell, "sm_107a")
-    assert re.fullmatch(
-        r"the CUDA libraries of CuTe DSL \S+ make no machine code for sm_107a: install [^\n]*cutlass-dsl\S*", said
-    )
+    assert re.fullmatch(r"the CUDA libraries of CuTe DSL \S+ make no machine code for sm_107a: install [^.\n]+", said)
 
 
 def test_the_cache_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

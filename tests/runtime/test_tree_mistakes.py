@@ -76,9 +76,9 @@ SKELETON_MISTAKES = {
     ),
     "an indentation behind branches": (
         DECODE,
-        "            # % if not pieces\n            ",
-        "            # % if not pieces\n          ",
-        1,
+        "            read = cute.make_rmem_tensor(self.scored_blocks //",
+        "          read = cute.make_rmem_tensor(self.scored_blocks //",
+        0,
         "invalid Python: unindent does not match",
     ),
     "a block that nothing closes": (DECODE, "    # % endif\n", "", -3, "nothing closes this `if`: `# % endif` is miss"),
@@ -123,7 +123,7 @@ def test_of_what_is_no_python_nothing_else_is_told(tmp_path: Path, capsys: pytes
 # What the tree's operand is, the line that is told, counted from the end where it is negative, and what is said.
 OPERAND_MISTAKES: dict[str, tuple[Callable[[str], str | bytes], int, str]] = {
     "a parenthesis missing": (lambda text: text + "\ndef f(:\n", -1, "is no valid Python: invalid syntax"),
-    "an indentation": (lambda text: text + "\n   x = 1\n", -1, "is no valid Python: unexpected indent"),
+    "an indentation": (lambda text: text + "\n   x = 1\n", -1, "is no valid Python: unindent does not"),
     "a character that no source holds": (lambda text: text + "\n\0\n", -1, "is no valid Python: .*null bytes"),
     "another encoding": (lambda text: text.encode() + "\n# é\n".encode("latin-1"), -1, "is not UTF-8 text"),
     "a byte order mark": (lambda text: "\ufeff" + text, 1, "begins with a byte order mark"),
