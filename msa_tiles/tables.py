@@ -38,7 +38,15 @@ def table_of(text: str, package: Path = PACKAGE) -> Callable[..., Table] | None:
 @functools.lru_cache(maxsize=256)
 def _table_of(read: _Read) -> Callable[..., Table]:
     """Texts that differ elsewhere, as before and behind the line that tells the table, share their tables."""
-    declared = _names(read)[NAME]
+    try:
+        names = _names(read)
+    except (TableError, SourceError):
+        raise
+    except Exception as error:
+        raise TableError(_not_plain(error)) from error
+    if NAME not in names:
+        raise TableError(f"the function {NAME} is not marked: write `@{MARK}` above it, from {_vocabulary.__name__}")
+    declared = names[NAME]
 
     @functools.cache
     def table(**dims: int) -> Table:
@@ -46,12 +54,20 @@ def _table_of(read: _Read) -> Callable[..., Table]:
             found: Table = declared(**dims)
         except (NameError, AttributeError, TypeError) as error:
             raise TableError(f"{NAME} is no plain Python over marked functions and constants: {error}") from error
-        except (ArithmeticError, LookupError) as error:
+        except TableError:
+            raise
+        except Exception as error:
             at = ", ".join(f"{name}={value}" for name, value in dims.items())
             raise TableError(f"{NAME} makes no table of {at}: {type(error).__name__}: {error}") from error
+        if not isinstance(found, Table):
+            raise TableError(f"{NAME} returns {found!r}, wanted a Table")
         return found
 
     return table
+
+
+def _not_plain(error: Exception) -> str:
+    return f"what it declares is no plain Python over constants: {type(error).__name__}: {error}"
 
 
 @once_where_unchanging
@@ -67,7 +83,7 @@ def constants_of(file: Path, package: Path = PACKAGE) -> Mapping[str, Any]:
         raise
     except Exception as error:
         at, line = place_of(error, text)
-        sentence = f"what it declares is no plain Python over constants: {type(error).__name__}: {error}"
+        sentence = str(error) if isinstance(error, TableError) else _not_plain(error)
         raise SourceError(at or file, line, sentence) from error
 
 
@@ -76,6 +92,8 @@ def place_of(error: BaseException, text: str) -> tuple[Path | None, int]:
 
     The line is 1 where that is not known.
     """
+    if isinstance(error, _AbsentError):
+        return None, error.line_in(text)
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     found = [frame for frame in frames if frame.filename.startswith(_COMPILED)]
     if not found:
@@ -110,12 +128,16 @@ def docstring_of(file: Path, name: str, package: Path = PACKAGE) -> str | None:
     return None
 
 
-class _NoOperandError(TableError):
-    """A file imports an operand that there is not."""
+class _AbsentError(TableError):
+    """A file imports what there is not."""
 
-    def __init__(self, name: str, module: str) -> None:
-        super().__init__(f"there is no operand {name} in {module}")
-        self.pattern = rf"\bimport\b.*\b{re.escape(name)}\b"
+    def __init__(self, what: str, name: str, module: str) -> None:
+        super().__init__(f"there is no {what}{name} in {module}")
+        self._name = re.compile(rf"\b{re.escape(name)}\b")
+
+    def line_in(self, text: str) -> int:
+        """The first line of the file that has the name."""
+        return next((number for number, line in enumerate(text.splitlines(), 1) if self._name.search(line)), 1)
 
 
 class _Declared(NamedTuple):
@@ -141,9 +163,10 @@ def _of_file(file: Path, package: Path) -> _Read:
     try:
         with located(file, text):
             return _read(text, package)._replace(file=str(file))
-    except _NoOperandError as error:
-        line = next((n for n, each in enumerate(text.splitlines(), 1) if re.search(error.pattern, each)), 1)
-        raise SourceError(file, line, str(error)) from error
+    except _AbsentError as error:
+        raise SourceError(file, error.line_in(text), str(error)) from error
+    except RecursionError as error:
+        raise SourceError(file, 1, "imports itself, or what imports it") from error
 
 
 @once_where_unchanging
@@ -153,11 +176,13 @@ def _read(text: str, package: Path) -> _Read:
     brought: list[tuple[str, str, _Read | None]] = []
     for module, name, here in declared.imports:
         if module == _vocabulary.__name__:
+            if not hasattr(_vocabulary, name):
+                raise _AbsentError("", name, module)
             brought.append((here, name, None))
         elif (file := module_file(f"{module}.{name}", package)) is not None:
             brought.append((here, "", _of_file(file, package)))
         elif module.endswith(OPERANDS):
-            raise _NoOperandError(name, module)
+            raise _AbsentError("operand ", name, module)
         elif (file := module_file(module, package)) is not None:
             brought.append((here, name, _of_file(file, package)))
     return _Read(declared.source, tuple(brought))

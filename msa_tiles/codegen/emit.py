@@ -31,6 +31,7 @@ import jinja2
 from msa_tiles.codegen.facts import Noted, unfollowed
 from msa_tiles.codegen.marks import no_module, no_value, sizes_of, unread
 from msa_tiles.codegen.plan import CellError, KernelPlan
+from msa_tiles.names import meant
 from msa_tiles.origins import line_in
 from msa_tiles.sources import OPERANDS, PACKAGE, operand_file, parsed
 from msa_tiles.spec import Location, Mistakes, Operator, Precision, SpecError, Target
@@ -44,6 +45,7 @@ _STATEMENT = re.compile(r"\s*# % (?P<statement>.*?):?\s*")
 _CONDITIONAL_LINE = re.compile(r"(?P<code>.*\S)  # % (?P<condition>if .*)")
 _MARK = "# <-"
 _VALUE_LINE = re.compile(r"(?P<name>\s*[A-Za-z_]\w*(?:\s*:[^=]+)?\s*=\s*)(?P<literal>\S.*?)\s*# <- (?P<path>[\w.]+)")
+_ALMOST_A_MARK = re.compile(r"#\s*%\s*[a-z]+\b|#(?:|\s{2,})<-|# <-\w")
 _OPERAND_LINE = re.compile(
     r"(?P<before>from (?P<package>[\w.]+) import )\w+(?P<after> as \w+)\s*# <- operands\.(?P<role>\w+)"
 )
@@ -72,7 +74,13 @@ class _Undefined(jinja2.StrictUndefined):
     ) -> None:
         if obj is None or isinstance(obj, Mapping):
             hint, exc = f"{name!r} is unknown", _RowError
+        elif obj is not jinja2.utils.missing and isinstance(name, str):
+            hint = f"{type(obj).__name__} has no attribute {name!r}{meant(name, _public(obj))}"
         super().__init__(hint, obj, name, exc)
+
+
+def _public(value: object) -> list[str]:
+    return [name for name in dir(value) if not name.startswith("_")]
 
 
 # Jinja's own delimiters are legal Python ("{{" in an f-string): use characters that source never holds.
@@ -205,6 +213,7 @@ def _class_words(mark: re.Match[str], plan: KernelPlan, package: Path, file: str
 
 def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str, skeleton: str) -> str:
     """What the tables of all variants say, as lines of a docstring."""
+    table = None
     try:
         table = table_of(text, package)
         if table is None:
@@ -213,7 +222,7 @@ def _told(text: str, plan: KernelPlan, package: Path, indent: str, file: str, sk
     except TableError as error:
         of, line = place_of(error, text)
         where = Location(file, line_in(skeleton, text, line) or 1) if of is None else Location(shown(of), line)
-        if isinstance(error.__cause__, NameError | AttributeError):  # which no row brings about
+        if table is None or isinstance(error.__cause__, NameError | AttributeError):  # which no row brings about
             raise SpecError(where, str(error)) from error
         raise _refused(plan, str(error), where) from error
     return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
@@ -241,7 +250,7 @@ def _tensors(role: str, plan: KernelPlan, package: Path, where: Location) -> tup
     path = _operand(role, plan, package, where)
     endings = constants_of(path, package).get("TENSORS")
     if not isinstance(endings, tuple) or not endings or not all(isinstance(ending, str) for ending in endings):
-        raise SpecError(Location(shown(path), 1), f"the operand does not say its TENSORS, a tuple of endings ({where})")
+        raise SpecError(Location(shown(path), 1), "the operand does not say its TENSORS, a tuple of endings")
     return endings
 
 
@@ -304,6 +313,9 @@ def _marked_lines(source: str, file: str, mistakes: Mistakes) -> Iterator[str]:
             marked = mistakes.read(_marked_line, conditional["code"] + "\n", number, file)
             # The plus keeps the newline that jinja would take away where a blank line follows.
             yield f"\x01% {conditional['condition']} %\x01{marked}\x01% endif +%\x01"
+        elif _ALMOST_A_MARK.search(line):
+            sentence = "no mark: `# % if …`, `# % else`, `# % endif` and the like have a line of their own, `# % if …` "
+            mistakes.add(SpecError(Location(file, number), f"{sentence}also ends one, and a value is `# <- path`"))
         else:
             yield mistakes.read(_marked_line, line, number, file) or ""
 

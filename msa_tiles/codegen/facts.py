@@ -102,12 +102,15 @@ def _multiplied(plan: KernelPlan, role: str, module: str, package: Path) -> tupl
     for point in plan.points():
         # The first of them, where it takes more than compile-time dims, is the name of keys or of values.
         given = {name: point.get(name, "k") for name in names}
+        assert path is not None, "it has the function"
         try:
-            found[function(**given)] = None
+            element = function(**given)
         except Exception as error:
-            assert path is not None, "it has the function"
             at, line = place_of(error, source_at(path))
             raise SourceError(at or path, line, f"{MULTIPLIED} fails: {type(error).__name__}: {error}") from error
+        if not isinstance(element, str):
+            raise SourceError(path, 1, f"{MULTIPLIED} returns {element!r}, wanted the name of an element, as text")
+        found[element] = None
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ SKELETON, OPERAND = "skeletons/<dsl>/<mma>/<operator>[_<algorithm>].py", "operan
 _SOURCES = (".py", ".yaml", ".yml")
 _ALIKE = 0.8  # of the name of a folder and the one that may have been meant
 _FOLDERS = trees.FOLDERS[:-1]
+_DIRECTORIES = (*DSLS, "operators", "targets")
 _OF_SPECS = ("operators", "targets", "precisions.yaml")
 
 
@@ -27,7 +28,7 @@ def misplaced(tree: trees.Tree, specs: Specs | None, operators: Collection[str])
     for path in sorted(tree.directory.iterdir()):
         if why := _beside(path, specs, operators):
             yield SpecError(Location(shown(path), int(path.is_file())), f"nothing reads it: {why}")
-    for folder in (tree.skeletons, tree.operands):
+    for folder in (tree.skeletons, tree.operands, tree.specs):
         yield from _of_no_kind(folder)
     known = sorted(_shipped() if specs is None else _of_rows(specs))
     for path, name in _sources(tree.skeletons):
@@ -44,9 +45,10 @@ def misplaced(tree: trees.Tree, specs: Specs | None, operators: Collection[str])
 def _of_no_kind(folder: Path) -> Iterator[SpecError]:
     """A mistake for each file where a directory belongs, and for what has the name of a file and is none."""
     for path in sorted(folder.rglob("*")):
-        if path.name in DSLS and path.parent == folder and not path.is_dir():
+        named = path.suffix in _SOURCES and not path.name.startswith(".")
+        if path.parent == folder and path.name in _DIRECTORIES and not path.is_dir():
             yield SpecError(Location(shown(path), 0), "is a file; wanted a directory")
-        elif path.suffix in _SOURCES and not path.name.startswith(".") and not path.is_file():
+        elif named and folder.name != _FOLDERS[0] and not path.is_file():  # of specs whoever reads them tells it
             kind = "a directory" if path.is_dir() else "no plain file"
             yield SpecError(Location(shown(path), 0), f"is {kind}; wanted a file")
 

@@ -33,7 +33,7 @@ from msa_tiles.spec import Location, Mistakes, SpecError, Specs, load
 from msa_tiles.spec.mistakes import joined
 from msa_tiles.spec.source import shown
 from msa_tiles.syntax import SourceError, located, text_of, tree_of
-from msa_tiles.tables import table_of
+from msa_tiles.tables import TableError, table_of
 from msa_tiles.trees import STATE
 
 _ABANDONED = 3600  # seconds after which nobody writes a file any more
@@ -120,6 +120,9 @@ def produce(
                 continue
             except SourceError as error:
                 mistakes.add(_told(error))
+                continue
+            except TableError as error:
+                mistakes.add(CellError(planned, str(error)))
                 continue
             rendered.add(plan.cell)
             if is_known(plan, operator, digest, known):
@@ -212,7 +215,8 @@ def _own_operands(tree: Path) -> dict[str, str]:
                 mistakes.add(_told(error))
                 continue
             if found := operand_file(file.stem, f"msa_tiles.dsl.{dsl}{OPERANDS}"):
-                raise ValueError(f"{shown(file)} has the name of an operand of {dsl} that there is already: {found}")
+                already = f"has the name of an operand of {dsl} that there is already: {found}"
+                raise ValueError(f"{shown(file)} {already}; give it another")
             path = operands_of(Path(), dsl) / file.name
             copies[path.as_posix()] = f"# {MADE_BY}, a copy; do not edit.\n\n{text}"
     if mistakes.found:

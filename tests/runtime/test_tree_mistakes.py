@@ -94,6 +94,25 @@ SKELETON_MISTAKES = {
     ),
     "a value that there is not": (COMBINE, "<- precision.output", "<- precision.outpt", 0, "'outpt' is unknown"),
     "a name in its table": (COMBINE, "ROWS * head_dim //", "ROWZ * head_dim //", 0, "name 'ROWZ' is not defined"),
+    "a table of nothing": (COMBINE, "    return Table(", "    Table(", None, "cta returns None, wanted a Table"),
+    "a table that does not end": (
+        COMBINE,
+        '    """What a thread block is made of."""\n',
+        "    return cta(head_dim)\n",
+        0,
+        "cta makes no table of head_dim=128: RecursionError",
+    ),
+    "a table without its mark": (COMBINE, "@declares\ndef cta", "def cta", None, "the function cta is not marked: wr"),
+    "a word that tables have not": (
+        COMBINE,
+        "import WARP, Role,",
+        "import WARP, Rle as Role,",
+        0,
+        "there is no Rle in",
+    ),
+    "another word for if": (DECODE, "  # % if not pieces", "  # % fi not pieces", 0, "no mark: `# % if …`"),
+    "a mark without its space": (DECODE, "# % endif", "#% endif", 0, "no mark: `# % if …`"),
+    "another arrow": (COMBINE, "# <- tile.rows", "#<- tile.rows", 0, "no mark: .* a value is `# <- path`"),
     "nothing at all": (COMBINE, (SKELETONS / COMBINE).read_text(), "", 0, "the skeleton is empty"),
 }
 
@@ -104,7 +123,10 @@ def test_mistakes_in_a_skeleton(name: str, tmp_path: Path, capsys: pytest.Captur
     text, line = edited((SKELETONS / skeleton).read_text(), old, new)
     path = write(tmp_path / "skeletons" / skeleton, text)
     told = refused(tmp_path, capsys)
-    assert re.search(rf"{re.escape(str(path))}:{line + further}: .*{sentence}", told)
+    line = 1 if further is None else line + further  # it has no place where something is missing
+    assert re.search(
+        rf"{re.escape(str(path))}:{line}\b.*{sentence}|{sentence}.* \({re.escape(str(path))}:{line}\)", told
+    )
     assert len(re.findall(re.escape(str(path)), told)) == 1, "it is told once, for all kernels of the skeleton"
 
 
@@ -137,6 +159,17 @@ OPERAND_MISTAKES: dict[str, tuple[Callable[[str], str | bytes], int, str]] = {
         -2,
         "'ABSENT' is",
     ),
+    "a number for an element": (
+        lambda text: f"{text}\n@declares\ndef multiplied(name):\n    return 16\n",
+        1,
+        "multiplied returns 16, wanted the name of an element",
+    ),
+    "itself": (
+        lambda text: f"from msa_tiles.dsl.cutedsl.operands import mine\n{text}\n@declares\ndef f():\n    return mine\n",
+        1,
+        "imports itself, or what imports it",
+    ),
+    "no endings": (lambda text: text.replace("TENSORS =", "ENDINGS ="), 1, "the operand does not say its TENSORS"),
     "a function that fails": (
         lambda text: f"{text}\n@declares\ndef multiplied(name):\n    return nam\n",
         -1,
@@ -151,7 +184,8 @@ def test_mistakes_in_an_operand(name: str, tmp_path: Path, capsys: pytest.Captur
     write(tmp_path / "specs/operators/sparse_decode.yaml", ROW)
     path = write(tmp_path / "operands/cutedsl/mine.py", change(OPERAND.read_text()))
     line = line if line > 0 else path.read_bytes().count(b"\n") + 1 + line
-    assert re.search(rf"{re.escape(str(path))}:{line}: .*{sentence}", refused(tmp_path, capsys))
+    told = refused(tmp_path, capsys)
+    assert re.search(rf"{re.escape(str(path))}:{line}: .*{sentence}", told) and told.count(str(path)) == 1
 
 
 def test_mistakes_in_what_an_operand_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +220,10 @@ def test_directories_and_files_in_the_place_of_each_other(tmp_path: Path, capsys
     shutil.rmtree(tmp_path / "operands")
     write(tmp_path / "operands/cutedsl", "")
     assert f"{tmp_path / 'operands/cutedsl'}: is a file; wanted a directory" in refused(tmp_path, capsys)
+    shutil.rmtree(tmp_path / "operands")
+    path = write(tmp_path / "specs/operators", "")
+    assert f"{path}: is a file; wanted a directory" in refused(tmp_path, capsys)
+    shutil.rmtree(tmp_path / "specs")
     for folder in ("specs", "generated"):
         path = write(tmp_path / folder, "")
         assert f"{path} is a file, and in a tree a directory" in refused(tmp_path, capsys)
