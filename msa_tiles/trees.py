@@ -156,6 +156,7 @@ def read(path: str | os.PathLike[str], named_by: str = "") -> Tree:
             trust.require(each, _status(each))
     except trust.TrustError as error:
         remedy = f"; `chmod -R go-w {directory}` keeps others out" if isinstance(error, trust.WritableError) else ""
+        remedy = remedy or ("; put there what it leads to" if each.is_symlink() else "")
         raise TreeError(f"{by}{error}, and a tree is code{remedy}") from error
     except OSError as error:
         raise TreeError(f"{by}{error.filename} cannot be read ({error.strerror})") from error

@@ -92,5 +92,5 @@ def _outcome(job: Job, target: Target, audited: bool, done: Callable[[], Done]) 
     try:
         entry, seconds, _ = done()
     except (ToolError, OSError) as error:
-        return Outcome(job, None, 0.0, (f"not compiled: {error}",))
+        return Outcome(job, None, 0.0, (f"not compiled: {str(error).removeprefix(f'{job}: ').lstrip()}",))
     return Outcome(job, entry, seconds, _audit(job, target, entry) if audited else ())

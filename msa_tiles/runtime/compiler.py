@@ -34,7 +34,8 @@ PASS_CONFIGS: Mapping[str, Any] = {
     "tl.disable_safe_memory_legalize": True,
 }
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
-_LONGEST_ERROR = 3000  # characters
+_LONGEST_ERROR, _LONGEST_LINE, _MOST_ERRORS = 3000, 300, 5  # characters, twice, and errors of one compilation
+_OF_NVCC = re.compile(r"^\S+\(\d+\): (?P<words>(?:catastrophic )?error\b.*)\n(?P<source>.*)", re.MULTILINE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
 _UNSUPPORTED = "Unsupported GPU architecture"  # says CuTe DSL of one that its CUDA libraries do not know
 _LEAST_ROOM = 1 << 20  # bytes that a compilation writes at most, about
@@ -178,6 +179,8 @@ def _tilelang_there(cell: Cell, variant: Mapping[str, int], arch: str, staged: P
 def _end_of(error: Exception) -> str:
     """What a compiler says in the end: TileLang puts the whole source in front, and CuTe DSL colours it."""
     text = _COLOURS.sub("", str(error))
+    if found := [f"{each['words']}\n    {each['source'].strip()[:_LONGEST_LINE]}" for each in _OF_NVCC.finditer(text)]:
+        return "nvcc: " + "\n".join(found[:_MOST_ERRORS])  # warnings stand between them
     if isinstance(error, KeyError) or not text:  # a key alone says nothing
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _LONGEST_ERROR else f"… {text[-_LONGEST_ERROR:]}"

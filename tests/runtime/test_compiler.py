@@ -190,6 +190,17 @@ def test_of_a_long_error_the_end_is_told(cell: Cell, target: Target, tmp_path: P
     assert len(str(caught.value)) < 4000
 
 
+def test_of_what_nvcc_says_its_errors_are_told() -> None:
+    warning = (
+        "/tmp/a/tvm_kernels.cu(55): warning #1046-D: value cannot be represented exactly\n  x = 0.1f;\n      ^\n\n"
+    )
+    told = (
+        '/tmp/a/tvm_kernels.cu(95): error: no conversion from "uint3" to "uint4" exists\n      store(y);\n      ^\n\n'
+    )
+    said = compiler._end_of(RuntimeError(f"Compilation error:\nsource\n{warning * 40}{told}{warning}1 error detected."))
+    assert said == 'nvcc: error: no conversion from "uint3" to "uint4" exists\n    store(y);'
+
+
 def test_an_error_that_is_a_key_alone_says_what_it_is() -> None:
     assert compiler._end_of(KeyError("sm_91a")) == "KeyError: 'sm_91a'"
     assert compiler._end_of(ValueError("a sentence")) == "a sentence"

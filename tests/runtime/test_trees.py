@@ -503,7 +503,9 @@ def test_a_tree_that_others_may_write_to_is_refused(part: str, tmp_path: Path) -
 def test_a_link_in_a_tree_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
     (tmp_path / "skeletons").symlink_to(SKELETONS)
-    with pytest.raises(trees.TreeError, match=r"skeletons is a symbolic link, and a tree is code$"):
+    with pytest.raises(
+        trees.TreeError, match=r"skeletons is a symbolic link, and a tree is code; put there what it leads to$"
+    ):
         msa_tiles.use_tree(tmp_path)
 
 
