@@ -114,7 +114,7 @@ def render(
     path = next((path for folder in skeletons if (path := folder / plan.skeleton).is_file()), None)
     if path is None:
         places = " or ".join(shown(folder / plan.skeleton) for folder in skeletons)
-        raise CellError(plan, f"there is no skeleton at {places}")
+        raise CellError(plan, f"there is no skeleton at {places}{_algorithms(plan, skeletons)}")
     file, skeleton = shown(path), text_of(path)
     text = _rendered(plan, operator, target, precision, skeleton, file, package)
     text = _CLASS_PARAGRAPH.sub(lambda mark: _class_words(mark, plan, package, file), text)
@@ -197,6 +197,20 @@ def _of_template(error: jinja2.TemplateSyntaxError, skeleton: str, file: str) ->
         line, word = opened[-1]
         sentence = f"nothing closes this `{word}`: `# % end{word}` is missing"
     return SpecError(Location(file, line), f"line statement: {sentence}")
+
+
+def _algorithms(plan: KernelPlan, skeletons: Sequence[Path]) -> str:
+    """Says which algorithms a row may name that names one without a skeleton; empty for a row that names none."""
+    if not plan.algorithm:
+        return ""
+    place = Path(plan.skeleton).parent
+    # Another operator's name may begin with this one's: a skeleton has a function of its operator's name.
+    entry = re.compile(rf"^\s*def {plan.op}\(", re.MULTILINE)
+    files = (path for folder in skeletons for path in sorted((folder / place).glob(f"{plan.op}*.py")))
+    known = {path.stem for path in files if entry.search(path.read_text(encoding="utf-8", errors="replace"))}
+    named = sorted(stem.removeprefix(f"{plan.op}_") for stem in known - {plan.op})
+    told = [f"algorithm: {name}" for name in named] + ["no algorithm"] * (plan.op in known)
+    return f"; rows of {plan.op} for {place} have {' or '.join(told) or 'none as yet'}{meant(plan.algorithm, named)}"
 
 
 def _refused(plan: KernelPlan, sentence: str, where: Location) -> CellError:

@@ -77,6 +77,7 @@ def _agreement(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.bench import charts, session
 
+    _refuse_forms(args.precision)
     if args.agreement:
         return _agreement(args)
     args.ops = [op for found in args.ops for op in found]
@@ -108,6 +109,21 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         console.complain(failure)
     return 1 if failures or not met else 0
+
+
+def _refuse_forms(precisions: Sequence[str]) -> None:
+    """Raise ValueError for a form of kernels: what is timed are calls, and none chooses one by name."""
+    from msa_tiles.runtime.pairs import called_as, form_text, forms_in
+    from msa_tiles.runtime.registry import default_registry
+
+    registry = default_registry()
+    for name in precisions:
+        for form, called in forms_in(name, registry).items():
+            ops = ",".join(dict.fromkeys(cell.op for cell in registry.select(precision=form)))
+            raise ValueError(
+                f"--precision {name}: {form_text(form, called)}; --precision {called_as(name, registry)} times what "
+                f"calls run, and `msa-tiles tune --op {ops} --precision {form}` times the forms side by side"
+            )
 
 
 def _recorded(files: Sequence[Path], jobs: Sequence[Job], args: argparse.Namespace) -> list[Row]:

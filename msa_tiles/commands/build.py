@@ -30,8 +30,10 @@ from msa_tiles.names import counted
 
 if TYPE_CHECKING:
     from msa_tiles.runtime.build import Job, Outcome
-    from msa_tiles.runtime.cache import Entry
+    from msa_tiles.runtime.cache import Cache, Entry
     from msa_tiles.runtime.registry import Cell, Registry
+
+MANY = 100  # kernels: looking which of them are in the cache takes a second or more
 
 
 def add(subparsers: argparse._SubParsersAction) -> None:
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.audit:  # which tells it of each
         jobs = without_oversized(jobs, registry)
     _tell_beneath(jobs)
+    _tell_work(jobs, registry, args.jobs, cache)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     made: list[dict[str, Any]] = []
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
@@ -130,6 +133,24 @@ def _tell_beneath(jobs: Sequence[Job]) -> None:
     )
 
 
+def _tell_work(jobs: Sequence[Job], registry: Registry, workers: int, cache: Cache) -> None:
+    """Say before anything is compiled how many kernels that is, and how long it usually takes."""
+    from msa_tiles.runtime.build import missing, usual_seconds
+
+    looking = jobs if len(jobs) < MANY else console.progress(jobs, "looking into the cache", str)
+    lacking = missing(looking, registry.targets, cache)
+    sentence = f"{counted(len(jobs), 'kernel')}, {len(jobs) - len(lacking):,} in the cache"
+    if lacking:
+        least, most = usual_seconds(lacking, workers)
+        unit, name = (60, "minutes") if most >= 120 else (1, "seconds")
+        span = f"{max(1, round(least / unit)):,} to {round(most / unit):,} {name}"
+        which = "" if len(lacking) < MANY else "; --op, --dsl, --target and --for compile fewer"
+        sentence += (
+            f": compiling {len(lacking):,} usually takes {span} in {counted(workers, 'process', 'processes')}{which}"
+        )
+    console.note(sentence)
+
+
 def _described(outcome: Outcome, audited: bool) -> dict[str, Any]:
     """What became of a variant, as `build --json` prints it."""
     registers, shared = _resources(outcome.entry) if audited else (None, None)
@@ -174,6 +195,8 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.build import build
     from msa_tiles.runtime.cache import Cache
     from msa_tiles.runtime.facts import device_facts
+    from msa_tiles.runtime.pairs import form_text
+    from msa_tiles.runtime.parts import forms_of_call
     from msa_tiles.spec.model import DSLS
 
     if args.audit or args.op or args.precision or args.variant:
@@ -193,7 +216,12 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     jobs = [job for job in wanted.values() if not args.dsl or job.cell.dsl in args.dsl]
     if wanted and not jobs:
         raise ValueError(f"--dsl {','.join(args.dsl)}: the kernels that would run are all of another DSL")
-    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=Cache(args.cache), apart=True)
+    for call in args.calls:
+        for form, called in forms_of_call(call, registry).items():
+            console.note(f"--for {call}: {form_text(form, called)}; the form is compiled all the same")
+    cache = Cache(args.cache)
+    _tell_work(jobs, registry, args.jobs, cache)
+    outcomes = build(jobs, registry.targets, workers=args.jobs, audited=False, cache=cache, apart=True)
     made = []
     for outcome in console.arrivals(outcomes, map(str, jobs), "compiling", lambda outcome: str(outcome.job)):
         made.append(_described(outcome, False))

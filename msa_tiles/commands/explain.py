@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         args.precision = own[0] if own and "bf16" not in own else "bf16"
     known = known_names(registry)
     check("--precision", args.precision.split("+"), known["precision"])
+    forms = [_form_note(args.op, *form, registry) for form in pairs.forms_in(args.precision, registry).items()]
+    args.precision = pairs.called_as(args.precision, registry)
     # Without sizes kernels say themselves why they refuse a precision.
     asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=args.queries is None)
     check("--feature", args.feature, known["feature"])
@@ -122,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None and name != "cuda":
         (console.note if args.json else console.say)(f"no CUDA device here: as if on {name}")
     if args.queries is not None:
-        return _rehearse(args, asked, name, registry)
+        return _rehearse(args, asked, name, registry, forms)
+    for sentence in forms:
+        (console.note if args.json else console.say)(sentence)
     if torch_device.type != "cuda" and args.op in operators.__all__:
         return _on_reference(args, asked, torch_device, device, registry)
     shown = [_decide(op, precision, args, registry, torch_device, device) for op, precision in asked.items()]
@@ -140,6 +144,18 @@ def run(args: argparse.Namespace) -> int:
             console.say()
             _show(decision, asked[decision.call.op], args, registry)
     return 0 if all(decision.chosen is not None for decision in shown) else 1
+
+
+def _form_note(op: str, form: str, called: str, registry: Registry) -> str:
+    """Says of a form of kernels that was named which calls run it."""
+    from msa_tiles.runtime.pairs import form_text
+    from msa_tiles.runtime.parts import parts_of
+
+    if any(registry.select(part, precision=form) for part in parts_of(op)):
+        which = f"calls of {called} run whichever of their kernels is faster on record"
+    else:
+        which = f"{op} has none of it"
+    return f"{form_text(form, called)}; {which}"
 
 
 def _on_reference(
@@ -208,8 +224,10 @@ def _check_dims(args: argparse.Namespace, dims: Mapping[str, int]) -> None:
         raise ValueError(f"--variant pages_per_block is {pages}, wanted 0, or a divisor of block_size = {block}")
 
 
-def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, registry: Registry) -> int:
-    """A dry run of a call of these sizes."""
+def _rehearse(
+    args: argparse.Namespace, asked: Mapping[str, str], name: str, registry: Registry, forms: Sequence[str]
+) -> int:
+    """A dry run of a call of these sizes; `forms` are notes on what was named."""
     from msa_tiles import ops as operators
     from msa_tiles.explaining import explain
     from msa_tiles.explaining.examples import call_of
@@ -230,14 +248,18 @@ def _rehearse(args: argparse.Namespace, asked: Mapping[str, str], name: str, reg
     _check_dims(args, dims)
     options = {} if args.op == "build_schedule" else {"backend": args.backend}
     if args.batch_invariant:
-        if "batch_invariant" not in inspect.signature(getattr(operators, args.op)).parameters:
-            raise ValueError(f"--batch-invariant: {args.op} has no such argument")
+        if not _takes(args.op, "batch_invariant"):
+            others = [op for op in operators.__all__ if _takes(op, "batch_invariant") and _takes(op, "backend")]
+            raise ValueError(
+                f"--batch-invariant: {args.op} has no such argument, leave it out; {', '.join(others)} have it"
+            )
         options["batch_invariant"] = True
     try:
         call = call_of(args.op, dims, pair, args.queries, keys, requests, registry)
         told = explain(getattr(operators, args.op), **call, **options, device=name)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{args.op} takes no call of {variant_text(dims)}: {error}") from error
+    told = dataclasses.replace(told, notes=(*forms, *told.notes))
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
     return 0 if told.served else 1
 
@@ -276,6 +298,7 @@ def _decide(
 def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
     """A decision as `explain --json` prints it."""
     from msa_tiles.runtime import evidence
+    from msa_tiles.runtime.accuracy import accuracies_of
 
     chosen = decision.chosen
     return {
@@ -288,12 +311,15 @@ def _described(decision: Decision, registry: Registry) -> dict[str, Any]:
         "features": sorted(decision.call.features),
         "runs": None if chosen is None else chosen.cell.id,
         "file": None if chosen is None else str(chosen.cell.file),
+        "tolerance": None if chosen is None else dict(chosen.cell.entry["tolerance"]),
+        "errors": [] if chosen is None else [dataclasses.asdict(e) for e in accuracies_of(chosen.cell, registry)],
         "kernels": [
             {
                 "cell": each.cell.id,
                 "tree": None if each.cell.tree is None else str(each.cell.tree),
                 "variant": dict(each.variant),
                 "refusal": each.refusal,
+                "why_not": decision.why_not(each),
                 "origin": None if each.refusal is not None else _origin(each, registry),
                 "verified": evidence.has_run(each.cell, registry),
                 "edited": each.refusal is None and not is_generated(each.cell),
@@ -315,7 +341,7 @@ def _timed(decision: Decision) -> dict[str, int]:
 def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Registry) -> None:
     """One operator's kernels for a call in a precision or group, as text."""
     from msa_tiles.explaining.report import widening
-    from msa_tiles.runtime import evidence, packs
+    from msa_tiles.runtime import accuracy, evidence, packs
     from msa_tiles.runtime.compiler import variant_text
 
     call, op = decision.call, decision.call.op
@@ -332,7 +358,8 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
             continue
         text = f"serves it as {variant_text(candidate.variant)}, {_origin(candidate, registry)}"
         text += "" if evidence.has_run(candidate.cell, registry) else ", not verified"
-        console.say(f"  {name}: {text}")
+        why_not = decision.why_not(candidate)
+        console.say(f"  {name}: {text}" + ("" if why_not is None else f"; does not run: {why_not}"))
         if not is_generated(candidate.cell):
             console.say("    its file is not what `msa-tiles generate` writes: no evidence holds for it")
         for sentence in packs.mismatches(candidate.cell, candidate.variant):
@@ -354,7 +381,9 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
         differing = {name: value for name, value in _timed(decision).items() if decision.chosen.variant[name] != value}
         shape = f", at {variant_text(differing)}" if differing else ""
         console.say(f"Measured on {figure.card}, {figure.workload}{shape}{other}: {timed}")
-    console.say(f"Runs {decision.chosen.cell.id}, from {decision.chosen.cell.file}")
+    cell = decision.chosen.cell
+    console.say(f"Runs {cell.id}, from {cell.file}")
+    console.say(f"  {accuracy.in_words(accuracy.accuracies_of(cell, registry), cell.entry['tolerance'])}")
     _say_outdated(tree for tree in registry.outdated if tree == decision.chosen.cell.tree)
 
 
@@ -401,7 +430,12 @@ def _origin(candidate: Candidate, registry: Registry) -> str:
 
 def _takes_shards(op: str) -> bool:
     """Whether the operator takes k_offset; it then rewrites such calls, and no kernel needs to know of it."""
+    return _takes(op, "k_offset")
+
+
+def _takes(op: str, argument: str) -> bool:
+    """Whether there is an operator to call of that name, with an argument of that name."""
     from msa_tiles import ops
 
     function = getattr(ops, op, None)
-    return function is not None and "k_offset" in inspect.signature(function).parameters
+    return inspect.isfunction(function) and argument in inspect.signature(function).parameters

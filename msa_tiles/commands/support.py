@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,12 +71,12 @@ def _print_accuracy(cells: Sequence[Cell], registry: Registry, as_json: bool) ->
 
     found = accuracies(cells, evidence.verified_of(registry))
     if as_json:
-        console.say(json.dumps([error._asdict() for error in found], indent=1))
+        console.say(json.dumps([dataclasses.asdict(error) for error in found], indent=1))
         return 0
     if not found:
         console.say("no cell that was asked for has run on a GPU; `msa-tiles verify` runs them")
         return 0
-    rows = [Accuracy._fields]
+    rows = [tuple(field.name for field in dataclasses.fields(Accuracy))]
     rows += [
         (
             *(error.cell, error.output, f"{error.worst:.2g}", error.metric),

@@ -9,7 +9,7 @@ import gc
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console, names, trees
 from msa_tiles.commands._options import (
@@ -25,6 +25,9 @@ from msa_tiles.commands._options import (
 )
 from msa_tiles.files import refuse_unwritable
 from msa_tiles.names import counted
+
+if TYPE_CHECKING:
+    from msa_tiles.runtime.registry import Cell, Registry
 
 # Runs in turns, so that no DSL has the cooler card.
 ROUNDS = 3
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.facts import device_facts
-    from msa_tiles.runtime.registry import Cell, default_registry
+    from msa_tiles.runtime.registry import default_registry
     from msa_tiles.spec import load
 
     registry = default_registry()
@@ -60,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
     trees.require_own(registry.directory)
     refuse_unwritable("the record", registry.directory / tuned.TUNED, directory=False)
     facts = device_facts(device, registry.targets.values())
-    # Rivals are cells whose tensors are stored alike, whatever they multiply in.
-    rivals: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in on_target(cells, facts, args):
-        formats = registry.precisions[cell.precision].formats
-        if not args.workload or set(args.workload) & set(labels[cell.op]):
-            rivals.setdefault((cell.op, *(formats[role] for role in cell.reads)), []).append(cell)
-    rivals = {key: found for key, found in rivals.items() if len(found) > 1}
+    there = on_target(cells, facts, args)
+    there = [cell for cell in there if not args.workload or set(args.workload) & set(labels[cell.op])]
+    forms = _forms_beside(there, args.dsl, registry)
+    if forms:
+        console.note(f"timed beside what is named, whose tensors they take: {', '.join(cell.id for cell in forms)}")
+    order = {cell.id: place for place, cell in enumerate(registry.cells)}
+    rivals = _rivals(sorted((*there, *forms), key=lambda cell: order[cell.id]), registry)
     if not rivals:
         raise ValueError(f"of what matches {filter_text(filters_of(args))} no operator has two kernels to compare")
     console.note(f"{counted(len(rivals), 'operator')} with rival kernels on {facts}")
@@ -92,6 +95,30 @@ def run(args: argparse.Namespace) -> int:
         rows = [(cell, figure.workload, f"{ms:.4f}") for figure in figures for cell, ms in figure.ms.items()]
         console.table([("cell", "workload", "ms"), *rows])
     return 0
+
+
+def _stored(cell: Cell, registry: Registry) -> tuple[str, ...]:
+    """The operator of a cell, and how its tensors are stored: rivals are alike in that, whatever they multiply in."""
+    formats = registry.precisions[cell.precision].formats
+    return (cell.op, cell.target, *(formats[role] for role in cell.reads))
+
+
+def _forms_beside(cells: Sequence[Cell], dsls: Sequence[str], registry: Registry) -> list[Cell]:
+    """The cells of these DSLs, of all where none is named, that take the tensors of some of these cells and are not
+    among them: forms that `--precision` does not name. A figure without them would be taken for all that there is.
+    """
+    kinds = {_stored(cell, registry) for cell in cells}
+    named = {cell.id for cell in cells}
+    others = (cell for cell in registry.cells if cell.id not in named and (not dsls or cell.dsl in dsls))
+    return [cell for cell in others if _stored(cell, registry) in kinds]
+
+
+def _rivals(cells: Sequence[Cell], registry: Registry) -> dict[tuple[str, ...], list[Cell]]:
+    """Cells between which calls choose."""
+    found: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(_stored(cell, registry), []).append(cell)
+    return {key: rivals for key, rivals in found.items() if len(rivals) > 1}
 
 
 def _figures(

@@ -36,6 +36,7 @@ from msa_tiles.explaining.sequences import sequences_of
 from msa_tiles.library import registration
 from msa_tiles.quant import QuantizedTensor
 from msa_tiles.runtime import packs
+from msa_tiles.runtime.accuracy import accuracies_of
 from msa_tiles.runtime.compiler import find_compiled
 from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
 from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
@@ -378,10 +379,15 @@ def _launched(entry: _Entry, op: str, registry: Registry, expectation: Expectati
         file=None if chosen is None else str(chosen.cell.file),
         launches=entry.launches,
         grid=entry.grid,
-        asked=tuple(Asked(each.cell.id, dict(each.variant), each.refusal) for each in decision.candidates),
+        asked=tuple(
+            Asked(each.cell.id, dict(each.variant), each.refusal, decision.why_not(each))
+            for each in decision.candidates
+        ),
         optional=entry.optional,
         expectation=None if decision.call.op == op else expectation,
         notes=tuple(notes),
+        tolerance={} if chosen is None else dict(chosen.cell.entry["tolerance"]),
+        errors=() if chosen is None else tuple(accuracies_of(chosen.cell, registry)),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msa_tiles.names import counted
+from msa_tiles.runtime.accuracy import Accuracy, in_words
 
 # What calls run on besides kernels of ours, as a value and in words.
 REFERENCE, BORROWED, NOTHING = "reference", "borrowed", "nothing"
@@ -46,11 +47,15 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Asked:
-    """One kernel that was asked: what it would run as, or every reason for which it refuses."""
+    """One kernel that was asked: what it would run as, or every reason for which it refuses.
+
+    `why_not` says why one that would serve the call does not run; it is None of the one that runs.
+    """
 
     cell: str
     variant: Mapping[str, int]
     refusal: str | None
+    why_not: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Launched:
     `tree` is the tree of one's own that the kernel is of. `origin` says where it comes from: "pack", "cache" or
     "compile", and `place` which pack. `launches` is how often the call launches it, with `grid` thread blocks the first
     time (None where its file does not say so simply). `optional` is a kernel that the call does without where none
-    serves it.
+    serves it. `errors` are the worst ones of the kernel on record, and `tolerance` is what its spec accepts, by output.
     """
 
     op: str
@@ -77,6 +82,8 @@ class Launched:
     optional: bool = False
     expectation: Expectation | None = None
     notes: tuple[str, ...] = ()
+    tolerance: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    errors: tuple[Accuracy, ...] = ()
 
     def lines(self) -> Iterator[str]:
         variant = " ".join(f"{name}={value}" for name, value in self.variant.items())
@@ -92,8 +99,13 @@ class Launched:
             yield "  " + ", ".join(parts)
             if self.expectation is not None:
                 yield f"  {self.expectation}"
+            yield f"  {in_words(self.errors, self.tolerance)}"
         yield from (f"  {note}" for note in self.notes)
-        yield from (f"  {each.cell}: refuses: {each.refusal}" for each in self.asked if each.refusal is not None)
+        for each in self.asked:
+            if each.refusal is not None:
+                yield f"  {each.cell}: refuses: {each.refusal}"
+            elif each.why_not is not None:
+                yield f"  {each.cell}: serves it, and does not run: {each.why_not}"
 
 
 @dataclass(frozen=True)

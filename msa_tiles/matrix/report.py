@@ -20,8 +20,8 @@ LEGEND = (
     "worst error: largest of the outputs, with the one it is of, as `msa-tiles verify` measures it (`from`: where;\n"
     "* of an earlier one); accepted: the tolerance of the spec; beside torch: the error in times of that which the\n"
     "same computation in bfloat16 makes on the same inputs, of which 2 are accepted; torch: what that is off by on\n"
-    "one drawn case on the CPU; simulated: by this machine's simulator; interleaved: scales of values, above linear\n"
-    "ones of keys"
+    "one drawn case on the CPU; simulated: by this machine's simulator; refused: by the operator, for the reason of\n"
+    "that number below; interleaved: scales of values, above linear ones of keys"
 )
 VALUE_COSTS = ("precision", "inputs", "attention off by")
 COSTS = ("precision", "inputs", "blocks as float32", "attention kept", "by float32's choice")
@@ -69,7 +69,12 @@ def describe(entry: Entry, ran: Ran, card: str) -> dict[str, Any]:
 
 
 def lines(rows: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
-    """Rows of a table, the heading first: of each entry the output that is nearest to what is accepted."""
+    """Rows of a table, the heading first: of each entry the output that is nearest to what is accepted.
+
+    A refused one has the number of its reason among `refusals`, and no figures: nothing runs.
+    """
+    rows = list(rows)
+    numbers = {reason: number for number, reason in enumerate(_reasons(rows), start=1)}
     table: list[Sequence[str]] = [HEADING]
     for row in rows:
         error = max((error for error in row["errors"] if error["metric"] != TIMES), key=_used, default=None)
@@ -78,12 +83,15 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
             "" if times is None else f"{times:.2g}",
             "" if row["torch_error"] is None else f"{row['torch_error']:.2g}",
         )
-        shown = ("", "", *of_torch, "")
+        shown: tuple[str, ...] = ("", "", *of_torch, "")
         if error is not None:
             mark = "" if error["current"] else "*"
             accepted = "" if error["accepted"] is None else f"{error['accepted']:g}"
             shown = (f"{error['worst']:.2g}{mark} {error['output']}", accepted, *of_torch, error["from"])
-        table.append((*(row[name] for name in ("op", "dsl", "target", "precision", "layout", "status")), *shown))
+        status = row["status"]
+        if row["refusal"] is not None:
+            status, shown = f"{status} ({numbers[row['refusal']]})", ("",) * len(shown)
+        table.append((*(row[name] for name in ("op", "dsl", "target", "precision", "layout")), status, *shown))
     return table
 
 
@@ -94,12 +102,20 @@ def _used(error: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each reason of a refusal, with the layouts of which operators it is about."""
-    found: dict[str, list[str]] = {}
+    """One sentence for each reason of a refusal, numbered, with the layouts of which operators it is about."""
+    return [
+        f"refused ({number}): {reason}: {', '.join(places)}"
+        for number, (reason, places) in enumerate(_reasons(rows).items(), start=1)
+    ]
+
+
+def _reasons(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The reasons of refusals, each with the layouts of operators that are refused for it."""
+    found: dict[str, dict[str, None]] = {}
     for row in rows:
         if row["refusal"] is not None:
-            found.setdefault(row["refusal"], []).append(f"{row['op']} ({row['layout']})")
-    return [f"refused: {reason}: {', '.join(dict.fromkeys(places))}" for reason, places in found.items()]
+            found.setdefault(row["refusal"], {})[f"{row['op']} ({row['layout']})"] = None
+    return {reason: list(places) for reason, places in found.items()}
 
 
 def cost_lines(costs: Iterable[Cost]) -> list[Sequence[str]]:

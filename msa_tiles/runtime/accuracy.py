@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from msa_tiles.runtime.evidence import VERIFIED, is_verified
-from msa_tiles.runtime.registry import Cell
+from msa_tiles.runtime.evidence import VERIFIED, is_verified, verified_entry
+from msa_tiles.runtime.registry import Cell, Registry
 
 # The metric of an entry that keeps one number for all outputs, as `verify` wrote them before it named outputs.
 UNNAMED = ("all outputs", "absolute")
+EQUAL = "equal"
 
 
-class Accuracy(NamedTuple):
+@dataclass(frozen=True)
+class Accuracy:
     """The worst error of one output of a cell, against the reference in float32 on the same (dequantised) inputs.
 
     `metric` is ``absolute``, ``absolute / scale`` (over the largest scale of the token or head, where keys and values
@@ -49,6 +52,30 @@ def accuracies(cells: Iterable[Cell], verified: Mapping[str, Mapping[str, Any]])
             ) from error
         found += [Accuracy(cell.id, *row, *known) for row in rows]
     return found
+
+
+def accuracies_of(cell: Cell, registry: Registry) -> list[Accuracy]:
+    """The errors of a cell that are on record. Raises ValueError as `accuracies` does."""
+    entry = verified_entry(cell, registry)
+    return accuracies([cell], {cell.id: entry} if entry else {})
+
+
+def in_words(found: Sequence[Accuracy], tolerance: Mapping[str, float]) -> str:
+    """The errors of one cell in a line; where none are on record, what its spec accepts, by output."""
+    if not found:
+        accepted = ", ".join(f"{output} {most:g}" for output, most in tolerance.items())
+        return f"no errors on record; accepted: {accepted}"
+    equal = [each.output for each in found if each.metric == EQUAL]
+    told = [
+        f"{each.output} {each.worst:.2g}"
+        + ("" if each.metric == UNNAMED[1] else f" ({each.metric})")
+        + ("" if each.accepted is None else f", accepted {each.accepted:g}")
+        for each in found
+        if each.metric != EQUAL
+    ]
+    told += [f"{', '.join(equal)} equal"] if equal else []
+    when = f"{found[0].card}, {found[0].date}" + ("" if found[0].current else ", of earlier code")
+    return f"worst errors on record ({when}): {'; '.join(told)}"
 
 
 def _errors(entry: Mapping[str, Any]) -> Sequence[tuple[str, float, str, float | None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msa_tiles.errors import ToolError
 from msa_tiles.runtime import audit, toolchain
 from msa_tiles.runtime.cache import Cache, Entry
-from msa_tiles.runtime.compiler import find_compiled, variant_text
+from msa_tiles.runtime.compiler import USUAL_SECONDS, find_compiled, variant_text
 from msa_tiles.runtime.registry import Cell, Target
 from msa_tiles.runtime.workers import Done, Task, Workers, perform
 
@@ -43,6 +43,25 @@ class Outcome:
 def ci_jobs(cells: Iterable[Cell]) -> list[Job]:
     """The variants of these cells that continuous integration compiles."""
     return [Job(cell, variant) for cell in cells for variant in cell.ci]
+
+
+def missing(jobs: Iterable[Job], targets: Mapping[str, Target], cache: Cache | None = None) -> list[Job]:
+    """The jobs whose kernels the cache lacks."""
+    return [job for job in jobs if not _is_cached(job, targets[job.cell.target], cache)]
+
+
+def _is_cached(job: Job, target: Target, cache: Cache | None) -> bool:
+    try:
+        return find_compiled(job.cell, job.variant, target.arch, cache) is not None
+    except (ToolError, OSError):  # of which `build` tells
+        return False
+
+
+def usual_seconds(jobs: Iterable[Job], workers: int) -> tuple[float, float]:
+    """How long it usually takes, at least and at most, to compile so many kernels side by side."""
+    usual = [USUAL_SECONDS[job.cell.dsl] for job in jobs]
+    side_by_side = max(1, min(workers, len(usual)))
+    return sum(low for low, _ in usual) / side_by_side, sum(high for _, high in usual) / side_by_side
 
 
 def build(

@@ -33,6 +33,7 @@ PASS_CONFIGS: Mapping[str, Any] = {
     "tl.enable_fast_math": False,
     "tl.disable_safe_memory_legalize": True,
 }
+USUAL_SECONDS = {"tilelang": (10, 40), "cutedsl": (2, 7)}  # of a core, for one kernel
 _CUDA_COMPILE = "tilelang_callback_cuda_compile"
 _LONGEST_ERROR, _LONGEST_LINE, _MOST_ERRORS = 3000, 300, 5  # characters, twice, and errors of one compilation
 _OF_NVCC = re.compile(r"^\S+\(\d+\): (?P<words>(?:catastrophic )?error\b.*)\n(?P<source>.*)", re.MULTILINE)

@@ -14,12 +14,14 @@ do, for all agree on the tensors in between.
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msa_tiles import trees
 from msa_tiles.runtime import evidence, packs, toolchain, tuned
@@ -51,15 +53,54 @@ class Candidate:
     packed: Packed | None = None  # where a pack has it
 
 
+class Rank(NamedTuple):
+    """What decides between candidates that accept, in this order; the least one runs, of equal ones the first."""
+
+    unasked: bool  # it is not the cell that whoever measures rivals asks for
+    foreign: bool  # it is of another target of the same architecture
+    unverified: bool
+    unpacked: bool
+    ms: float
+    dsl: int
+
+
 @dataclass(frozen=True)
 class Decision:
-    """Every candidate, the one that runs (None when all refuse), and the measurement that was looked at, if any."""
+    """Every candidate, the one that runs (None when all refuse), and the measurement that was looked at, if any.
+
+    `ranks` are those of the candidates that accept, by cell id.
+    """
 
     call: CallFacts
     device: DeviceFacts
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     figure: tuned.Figure | None = None
+    ranks: Mapping[str, Rank] = dataclasses.field(default_factory=dict)
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Why a candidate that accepts does not run; None for the one that does, and for those that refuse."""
+        if self.chosen is None or candidate.refusal is not None or candidate.cell is self.chosen.cell:
+            return None
+        name, own, first = self.chosen.cell.id, self.ranks[candidate.cell.id], self.ranks[self.chosen.cell.id]
+        if own[:4] != first[:4]:
+            whys = (
+                "is asked for",
+                f"is of the target {self.chosen.cell.target}",
+                "is verified, and this one is not",
+                "is in a pack, and this one is not",
+            )
+            return f"{name} {next(why for why, one, other in zip(whys, own, first, strict=False) if one != other)}"
+        if own.ms == first.ms or self.figure is None:
+            same = candidate.cell.dsl == self.chosen.cell.dsl
+            before = f"{name} comes first" if same else f"kernels of {self.chosen.cell.dsl} go first"
+            return f"no figures tell them apart, and {before}"
+        if math.isinf(own.ms):
+            return f"it has no figure, and {name} has one"
+        told = f"{first.ms:.4g} ms against {own.ms:.4g} ms, {self.figure.workload} on {self.figure.card}"
+        if candidate.cell.id not in self.figure.ms:
+            return f"{self.chosen.cell.dsl} is faster on record in {self.figure.precision} ({told})"
+        return f"{name} is faster on record ({told})"
 
     def complaint(self) -> str:
         """The text of NoKernelError for this decision."""
@@ -79,18 +120,18 @@ def decide(call: CallFacts, device: DeviceFacts, registry: Registry, backend: st
     figure = tuned.nearest(tuned.counting(tuned.figures_of(*registry.directories), cells), call.size)
     ms = {} if figure is None else tuned.times(figure, cells)
     preferred = _preferred.get()
-    chosen = min(
-        accepting,
-        key=lambda c: (
+    ranks = {
+        c.cell.id: Rank(
             c.cell.id != preferred,
             c.cell.target != device.target,
             len(accepting) > 1 and not evidence.has_run(c.cell, registry),
             c.packed is None,
             *tuned.preference(c.cell, ms),
-        ),
-        default=None,
-    )
-    return Decision(call, device, candidates, chosen, figure)
+        )
+        for c in accepting
+    }
+    chosen = min(accepting, key=lambda c: ranks[c.cell.id], default=None)
+    return Decision(call, device, candidates, chosen, figure, ranks)
 
 
 def fit_variant(cell: Cell, wanted: Mapping[str, int]) -> tuple[dict[str, int], str | None]:

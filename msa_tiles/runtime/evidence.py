@@ -142,7 +142,12 @@ def _read(path: Path, writer: str) -> dict[str, dict[str, Any]]:
 
 def has_run(cell: Cell, registry: Registry) -> bool:
     """`is_verified`, for dispatch: what the files say is remembered."""
-    return _entry(cell, _verified_layers(*registry.directories)).get("digest") == cell.digest
+    return verified_entry(cell, registry).get("digest") == cell.digest
+
+
+def verified_entry(cell: Cell, registry: Registry) -> dict[str, Any]:
+    """What `verified.json` says of a cell, of an earlier digest as well; empty where it says nothing. Remembered."""
+    return _entry(cell, _verified_layers(*registry.directories))
 
 
 @trees.cached(maxsize=8)

@@ -82,6 +82,22 @@ def asked_of(option: str, op: str, name: str, registry: Registry, *, refused: bo
     return served
 
 
+def forms_in(name: str, registry: Registry) -> dict[str, str]:
+    """The forms of kernels in a name or a pair: precisions that no call has, with those that calls have instead."""
+    called = {half: registry.called(half) for half in name.split("+")}
+    return {half: other for half, other in called.items() if other != half}
+
+
+def called_as(name: str, registry: Registry) -> str:
+    """A name or a pair as calls have it, without forms of kernels."""
+    return "+".join(registry.called(half) for half in name.split("+"))
+
+
+def form_text(form: str, called: str) -> str:
+    """Says what a form is."""
+    return f"{form} is a form of kernels of {called}, which no call chooses by name"
+
+
 def serving_cells(op: str, name: str, registry: Registry) -> list[Cell]:
     """An operator's kernels that serve calls of a precision or group."""
     serving = registry.serving(op, name)

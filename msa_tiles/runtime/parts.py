@@ -78,12 +78,13 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
 
     `sparse_attention,precision=q16kv8,group=8,pages_per_block=1`: an operator, or `msa_decode` or `msa_attention`; its
     precision (bf16), a pair such as `q8k8+q16kv8`, or `any`; dims that differ from those of the M3 shape. Of those that
-    follow from a call's lengths or from other dims every value is taken.
+    follow from a call's lengths or from other dims every value is taken. A form of kernels that is named, such as
+    `q16k4m8`, stands in the place of those that calls of its tensors run.
 
     Raises ValueError, which names the `argument`, for what is no call, and UnservedError for a call that no kernel
     serves, or a part of which none does.
     """
-    from msa_tiles.runtime.pairs import KEYS, alike, pair_of  # which takes from here what calls launch
+    from msa_tiles.runtime.pairs import KEYS, alike, called_as, form_text, forms_in, pair_of  # which takes PARTS
 
     where = f"{argument} {call!r}" if not call.strip() else f"{argument} {call}"
     op, *settings = (word.strip() for word in call.split(","))
@@ -107,6 +108,11 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     precisions = ["any", *registry.precisions, *(entry["group"] for entry in registry.formats.values())]
     check(f"{where}: precision", precision.split("+"), precisions)
     pair = pair_of(f"{where}: precision", precision, registry) if "+" in precision else None
+    forms = forms_in(precision, registry)
+    formed = {(cell.op, cell.precision) for cell in cells if cell.precision in forms}
+    for form in forms.keys() - {name for _, name in formed}:
+        none = f"{where}: {op} has no kernels of {form} on {target}; {form_text(form, forms[form])}"
+        raise UnservedError(f"{none}: wanted precision={called_as(precision, registry)}", op, precision)
     dims = {name: value for cell in reversed(cells) for name, value in cell.ci[0].items()}
     check(f"{where}: the compile-time dim", given, sorted(dims))
     fixed = {name: value for name, value in dims.items() if name not in FOLLOWING} | given
@@ -117,10 +123,13 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     for cell in cells:
         serving = registry.serving(cell.op, pair.of(cell.reads) or cell.precision if pair else precision)
         # Parts that read nothing quantised have one precision for all.
+        itself = (cell.op, serving) in formed
+        if itself and cell.precision != serving:
+            continue
         named = serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}
         if named or (not KEYS.keys().isdisjoint(cell.reads) and alike([cell], serving, registry)):
             asked.setdefault(cell.op, []).append(cell)
-            found = list(_serving(cell, fixed, registry, target))
+            found = list(_serving(cell, fixed, registry, target, itself))
             served |= {candidate.cell.op for candidate in found}
             copies |= cell.op == COPIER and bool(found)
             jobs |= _jobs(found)
@@ -135,6 +144,14 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
         sentence = f"{where}: no kernel{parts} serves it on {target}{':' if why else ''}"
         raise UnservedError("\n  ".join([sentence, *why]), op, precision)
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
+
+
+def forms_of_call(call: str, registry: Registry) -> dict[str, str]:
+    """The forms of kernels that a call names as `jobs_for` takes it, with the precisions that calls have instead."""
+    from msa_tiles.runtime.pairs import forms_in
+
+    settings = (word.strip().partition("=") for word in call.split(","))
+    return forms_in(next((value for name, _, value in settings if name == "precision"), ""), registry)
 
 
 def _jobs(found: Iterable[Candidate]) -> dict[str, Job]:
@@ -161,8 +178,18 @@ def _refusals(op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry
     return [f"{', '.join(names)}: {refusal}" for refusal, names in kernels.items()]
 
 
-def _serving(cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str) -> Iterator[Candidate]:
-    """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries."""
+def _serving(
+    cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str, itself: bool = False
+) -> Iterator[Candidate]:
+    """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries.
+
+    With `itself` those of this cell alone, whether or not they run.
+    """
+    if itself:
+        for variant in variants_at(cell, fixed):
+            candidates = _decide(cell, variant, 0, registry, target).candidates
+            yield from (each for each in candidates if each.cell is cell and each.refusal is None)
+        return
     figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
     sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
     for variant in variants_at(cell, fixed):

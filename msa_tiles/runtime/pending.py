@@ -19,7 +19,6 @@ from msa_tiles.runtime.registry import Cell
 from msa_tiles.runtime.workers import Done, Task, Workers
 
 LINGER = 10.0  # seconds that a worker waits for another task: starting one takes about three
-_USUAL = {"tilelang": "10 to 40 s", "cutedsl": "2 to 7 s"}  # of a core, for one kernel
 _log = logging.getLogger(__name__)
 _state = threading.Lock()
 _workers: Workers | None = None
@@ -95,7 +94,9 @@ def _announce() -> None:
         dsls = sorted({pending._task.cell.dsl for pending in _unsaid})
         _unsaid.clear()
     if begun:
-        usual = ", ".join(f"{_USUAL[dsl]} of a core for a {dsl} kernel" for dsl in dsls)
+        usual = ", ".join(
+            "{} to {} s of a core for a {} kernel".format(*compiler.USUAL_SECONDS[dsl], dsl) for dsl in dsls
+        )
         _log.warning(
             "compiling %d kernel%s in up to %d processes, usually %s, for the first call only; `msa-tiles build --for "
             "CALL` compiles ahead of time, and a pack holds kernels that are compiled: %s",

@@ -229,6 +229,17 @@ class Registry:
         # One of the same formats only multiplies differently: nothing is widened.
         return precision if serving in self.precisions and self.precisions[serving].formats == formats else serving
 
+    def called(self, precision: str) -> str:
+        """The precision that calls have whose tensors are stored as this one says: another one for a form of kernels,
+        which only multiplies differently.
+
+        What is no precision, such as a group, stands for itself.
+        """
+        if precision not in self.precisions:
+            return precision
+        formats = self.precisions[precision].formats
+        return next(name for name, each in self.precisions.items() if each.formats == formats)
+
     def precision_of(self, storages: Mapping[str, str]) -> str:
         """The first precision whose tensors are stored like that, by role; else a text that says how they are.
 
