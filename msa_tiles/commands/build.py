@@ -145,9 +145,8 @@ def _tell_work(jobs: Sequence[Job], registry: Registry, workers: int, cache: Cac
         unit, name = (60, "minutes") if most >= 120 else (1, "seconds")
         span = f"{max(1, round(least / unit)):,} to {round(most / unit):,} {name}"
         which = "" if len(lacking) < MANY else "; --op, --dsl, --target and --for compile fewer"
-        sentence += (
-            f": compiling {len(lacking):,} usually takes {span} in {counted(workers, 'process', 'processes')}{which}"
-        )
+        side_by_side = counted(min(workers, len(lacking)), "process", "processes")
+        sentence += f": compiling {len(lacking):,} usually takes {span} in {side_by_side}{which}"
     console.note(sentence)
 
 

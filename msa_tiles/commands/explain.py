@@ -98,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     forms = [_form_note(args.op, *form, registry) for form in pairs.forms_in(args.precision, registry).items()]
     args.precision = pairs.called_as(args.precision, registry)
     # Without sizes kernels say themselves why they refuse a precision.
-    asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=args.queries is None)
+    try:
+        asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=args.queries is None)
+    except ValueError as error:
+        raise ValueError("; ".join([*forms, str(error)])) from error
     check("--feature", args.feature, known["feature"])
     check("--backend", [args.backend], ("auto", *DSLS))
     _check_sizes(args)

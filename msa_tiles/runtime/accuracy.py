@@ -74,7 +74,7 @@ def in_words(found: Sequence[Accuracy], tolerance: Mapping[str, float]) -> str:
         if each.metric != EQUAL
     ]
     told += [f"{', '.join(equal)} equal"] if equal else []
-    when = f"{found[0].card}, {found[0].date}" + ("" if found[0].current else ", of earlier code")
+    when = f"{found[0].card}, {found[0].date}" + ("" if found[0].current else ", of other code")
     return f"worst errors on record ({when}): {'; '.join(told)}"
 
 

@@ -75,6 +75,12 @@ def test_gates_decide_the_exit_code(tmp_path, capsys, monkeypatch):
         (["--peers", "vllm,nobody"], "--peers nobody is unknown; known: vllm, fa4"),
         (["--backend", "triton"], "--backend triton is unknown; known: tilelang, cutedsl"),
         (["--seconds", "0"], "--seconds is 0, wanted more than 0"),
+        (
+            ["decode_score", "--precision", "q16k4m8"],
+            "--precision q16k4m8: q16k4m8 is a form of kernels of q16k4, which no call chooses by name; --precision "
+            "q16k4 times what calls run, and `msa-tiles tune --op decode_score --precision q16k4m8` times the forms",
+        ),
+        (["--agreement", "--precision", "bf16,q16k4m8+q16kv8"], "; --precision q16k4+q16kv8 times what calls run"),
         (["--from", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
     ],
 )

@@ -73,6 +73,16 @@ def test_an_algorithm_has_a_cell_a_skeleton_and_a_file_of_its_own(toy: Toy) -> N
     )
     with pytest.raises(SpecError, match=r"toy.bf16.queued: there is no skeleton at .*simt/scale_queued.py"):
         toy.produce()
+    shutil.copy(toy.skeleton, toy.skeleton.with_name("scale_queues.py"))
+    other = toy.skeleton.with_name("scale_down.py")  # of an operator whose name begins alike
+    other.write_text(toy.skeleton.read_text().replace("def scale(", "def scale_down("))
+    known = "; rows of scale for tilelang/simt have algorithm: queues or no algorithm; did you mean 'queues'?"
+    with pytest.raises(SpecError, match=re.escape(known)):
+        toy.produce()
+    other.unlink()
+    toy.skeleton.with_name("scale_queues.py").unlink()
+    with pytest.raises(SpecError, match=r"; rows of scale for tilelang/simt have no algorithm$"):
+        toy.produce()
     shutil.copy(toy.skeleton, toy.skeleton.with_name("scale_queued.py"))
     toy.edit(toy.skeleton.with_name("scale_queued.py"), "Every row times a number.", "The same by a queue.")
     made = toy.produce()

@@ -88,6 +88,18 @@ def test_what_scales_are_refused_is_asked_of_the_operators() -> None:
     assert any("sparse_decode (flat, swizzled scales)" in line for line in shown)
 
 
+def test_a_row_that_is_refused_has_the_number_of_its_reason_and_no_figures() -> None:
+    rows = [report.describe(entry, {}, "") for entry in entries()]
+    told = dict(sentence.split(": ", 1) for sentence in report.refusals(rows))
+    assert list(told) == [f"refused ({number})" for number in range(1, len(told) + 1)] and len(told) > 3
+    status, figures = report.HEADING.index("status"), slice(report.HEADING.index("worst error"), None)
+    for row, line in zip(rows, report.lines(rows)[1:], strict=True):
+        assert (row["refusal"] is None) == (line[status] == row["status"])
+        if row["refusal"] is not None:
+            assert told[line[status]].startswith(f"{row['refusal']}: ") and not any(line[figures])
+            assert f"{row['op']} ({row['layout']})" in told[line[status]]
+
+
 @pytest.mark.parametrize("op", ["index_score", "decode_score", "select_blocks", "sparse_attention", "shared_attention",
                                 "sparse_decode", "combine"])  # fmt: skip
 @pytest.mark.drawn(1)

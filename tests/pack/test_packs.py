@@ -438,6 +438,13 @@ class TestPoints:
             "topk_select.tilelang.sm90.bf16 topk=16", "topk_select.tilelang.sm90.bf16 topk=32",
         ]  # fmt: skip
 
+    @pytest.mark.parametrize("precision", ["q16k4", "q16k4m8"])
+    def test_a_form_that_a_file_names_is_packed_and_no_other(self, precision: str, tmp_path: Path) -> None:
+        (tmp_path / "points.json").write_text(json.dumps([{"op": "decode_score", "precision": precision}]))
+        for dsl in ("best", "both"):
+            jobs = points.jobs_of(str(tmp_path / "points.json"), default_registry(), "sm90", dsl)
+            assert {job.cell.precision for job in jobs} == {precision}
+
 
 def number(*values: int) -> bytes:
     return b"".join(struct.pack("<Q", value) for value in values)

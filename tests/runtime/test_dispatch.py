@@ -100,6 +100,45 @@ def test_a_verified_kernel_goes_before_a_faster_one_that_is_not(
         assert decide(call(), H100, both).chosen.cell is cutedsl  # type: ignore[union-attr]
 
 
+def test_why_a_kernel_that_serves_a_call_does_not_run(
+    registry: Registry, cell: Cell, cutedsl: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = dataclasses.replace(cutedsl, id=f"{cutedsl.id}.again")
+    several = dataclasses.replace(registry, cells=(cell, cutedsl, twin))
+    ran = {each.id: {"digest": each.digest} for each in several.cells}
+    monkeypatch.setattr(dispatch.evidence, "_verified_layers", lambda *directories: ((registry.directory, ran),))
+    figures: list[tuned.Figure] = []
+    monkeypatch.setattr("msa_tiles.runtime.tuned.figures_of", lambda *directories: tuple(figures))
+
+    def reasons(backend: str = "auto", **ms: float) -> list[str | None]:
+        names = {"tilelang": cell.id, "cutedsl": cutedsl.id, "twin": twin.id, "other": "scale_rows.cutedsl.sm90.fp8"}
+        names["another"] = "scale_rows.tilelang.sm90.fp8"
+        times = {names[name]: value for name, value in ms.items()}
+        figures[:] = [tuned.Figure("scale_rows", "sm90", "p", "w", 1, "a card", "2026-01-01", times, {})] * bool(ms)
+        decision = decide(call(), H100, several, backend)
+        assert decision.chosen is not None and decision.why_not(decision.chosen) is None
+        return [decision.why_not(each) for each in decision.candidates]
+
+    first = "no figures tell them apart, and kernels of tilelang go first"
+    assert reasons() == [None, first, first]
+    assert reasons("cutedsl") == [None, None, f"no figures tell them apart, and {cutedsl.id} comes first"]
+    assert reasons(tilelang=2.0, twin=1.0) == [
+        f"{twin.id} is faster on record (1 ms against 2 ms, w on a card)",
+        f"it has no figure, and {twin.id} has one",
+        None,
+    ]
+    assert reasons(other=1.0, another=2.0) == [
+        "cutedsl is faster on record in p (1 ms against 2 ms, w on a card)",
+        None,
+        f"no figures tell them apart, and {cutedsl.id} comes first",
+    ]
+    del ran[cell.id]
+    assert reasons(tilelang=1.0, twin=2.0)[0] == f"{twin.id} is verified, and this one is not"
+    with dispatch.preferring(cell):
+        assert reasons()[1:] == [f"{cell.id} is asked for"] * 2
+    assert decide(call(variant={"width": 96, "capacity": 4}), H100, several).ranks == {}
+
+
 def test_another_dsl_runs_where_tilelang_refuses(registry: Registry, cell: Cell, cutedsl: Cell) -> None:
     paged = dataclasses.replace(cutedsl, features=frozenset({"paged"}))
     both = dataclasses.replace(registry, cells=(cell, paged))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -83,16 +84,57 @@ def test_precisions_of_index_keys_are_served_as_the_launch_asks_for_kernels(
 def test_kernels_that_multiply_differently_are_candidates_of_each_other(
     precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever of them is named: queries are not widened, and one that is verified runs."""
+    """Whichever of them is named: queries are not widened, and one that is verified runs. A form that is named is told
+    to be one; why a kernel that serves the call does not run is said, and what the other one is off by.
+    """
     [same] = [name for name in CARRIED if INDEXED[name].formats == INDEXED[precision].formats]
     for named in (same, precision):
         status, text = explain(capsys, "decode_score", "--device", "sm90", "--precision", named)
         assert status == 0 and "widened" not in text
+        told = f"{precision} is a form of kernels of {same}, which no call chooses by name; calls of {same} run"
+        assert text.startswith(told) == (named == precision)
+        assert f"(sm90): {same}, " in text and f"{same}, from" in text
+        assert text.count("serves it as") == text.count("; does not run: ") + 1
+        sized = explain(capsys, "decode_score", "--device", "sm90", "--precision", named, "--queries", "1")[1]
+        assert (told in sized) == (named == precision)
+        refused, beside = sized.count(": refuses: "), sized.count(": serves it, and does not run: ")
+        assert refused + beside + 1 == len(REGISTRY.of("decode_score")) and beside >= 2
+        for shown in (text, sized):
+            assert "\n  worst errors on record (NVIDIA " in shown and "): out " in shown and ", accepted 0.01" in shown
         mine = [cell for cell in REGISTRY.of("decode_score") if cell.dsl == "cutedsl"]
         rivals = [cell.id for cell in mine if cell.precision in (same, precision)]
         assert len(rivals) == 2 and all(f"{each}: serves it" in text for each in rivals)
         runs = text.partition("\nRuns ")[2].partition(",")[0]
         assert evidence.has_run(next(cell for cell in REGISTRY.cells if cell.id == runs), REGISTRY)
+
+
+FORMS = {cell.precision: cell for cell in REGISTRY.cells if REGISTRY.called(cell.precision) != cell.precision}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_compiled_for_a_form_that_is_named_is_the_form(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = FORMS[form]
+    op = "sparse_attention" if cell.op == "shared_attention" else cell.op
+    jobs = jobs_for(f"{op},precision={form}", REGISTRY, cell.target)
+    of_op = {job.cell.precision for job in jobs if job.cell.op == cell.op}
+    assert of_op - {"bf16"} == {form}, "and copies of quantised keys"
+    for none in ("select_blocks", "sparse_decode"):
+        with pytest.raises(
+            ValueError, match=rf"{none} has no kernels of {form} on .* form of kernels of \w+, which no"
+        ):
+            jobs_for(f"{none},precision={form}", REGISTRY, cell.target)
+    with pytest.raises(ValueError, match=rf"{re.escape(cell.id)}.*: pages_per_block is 3"):
+        jobs_for(f"{cell.op},precision={form},pages_per_block=3", REGISTRY, cell.target)
+
+
+def test_a_form_is_not_compiled_in_the_place_of_what_calls_run() -> None:
+    """That of a pair is honoured in its half; a group is of calls."""
+    [pair] = [
+        j for j in jobs_for("msa_decode,precision=q16k4m8+q16kv8", REGISTRY, "sm90") if j.cell.op == "decode_score"
+    ]
+    assert pair.cell.precision == "q16k4m8"
+    with pytest.raises(ValueError, match=r"no kernels of q16kv8m8 on sm90; .*: wanted precision=q8k8\+q16kv8$"):
+        jobs_for("msa_decode,precision=q8k8+q16kv8m8", REGISTRY, "sm90")
 
 
 SPECS = load(specs_dir())
@@ -147,11 +189,13 @@ def test_a_pair_has_one_precision_for_index_keys_and_one_for_keys_and_values(
     launched = {each.op: each for each in rehearse(ops.msa_decode, **call, device="sm90").kernels}
     status, text = explain(capsys, "msa_decode", "--device", "sm90", "--precision", f"{indexer}+{attention}")
     assert status == 0
-    assert text.startswith(f"msa_decode in {indexer} (index keys) and {attention} (keys and values) may launch")
-    assert f"\ndecode_score on NVIDIA H100 80GB HBM3 (sm90): {indexer}, " in text
-    assert f"\nsparse_decode on NVIDIA H100 80GB HBM3 (sm90): {attention}, " in text
+    of_index, of_values = REGISTRY.called(indexer), REGISTRY.called(attention)
+    told = f"msa_decode in {of_index} (index keys) and {of_values} (keys and values) may launch"
+    assert told in text and text.startswith(told) == ((indexer, attention) == (of_index, of_values))
+    assert f"\ndecode_score on NVIDIA H100 80GB HBM3 (sm90): {of_index}, " in text
+    assert f"\nsparse_decode on NVIDIA H100 80GB HBM3 (sm90): {of_values}, " in text
     assert all(f"\nRuns {launched[op].cell}, from" in text for op in ("decode_score", "sparse_decode", "combine"))
-    jobs = jobs_for(f"msa_decode,precision={indexer}+{attention}", REGISTRY, "sm90")
+    jobs = jobs_for(f"msa_decode,precision={of_index}+{of_values}", REGISTRY, "sm90")
     assert {launched[op].cell for op in ("decode_score", "sparse_decode", "combine")} <= {job.cell.id for job in jobs}
     with_sizes = ("--precision", f"{indexer}+{attention}", "--queries", "2", "--keys", "4096")
     status, text = explain(capsys, "msa_decode", "--device", "sm90", *with_sizes)
@@ -191,7 +235,7 @@ def test_every_precision_is_served_or_refused_with_those_that_are(
         assert sized == 0
     else:
         assert f"{op} has kernels of bf16" in text or f"{op} has no kernels of it" in text
-        assert sized == 2 and f"--precision {precision}: {op} has no kernels of it" in text_of_sizes
+        assert sized == 2 and f"--precision {REGISTRY.called(precision)}: {op} has no kernels of it" in text_of_sizes
 
 
 @pytest.mark.parametrize(
@@ -453,7 +497,8 @@ def test_a_flag_that_no_call_has(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = explain(capsys, "sparse_decode", "--device", "sm90", "--queries", "5", "--batch-invariant")
     assert status == 0 and "batch_invariant: the bits of a row" in text
     status, text = explain(capsys, "combine", "--device", "sm90", "--queries", "5", "--batch-invariant")
-    assert status == 2 and "--batch-invariant: combine has no such argument" in text
+    assert status == 2 and "--batch-invariant: combine has no such argument, leave it out; " in text
+    assert "msa_decode, sparse_attention, sparse_decode have it" in text
     status, text = explain(capsys, "sparse_decode", "--device", "sm90", "--batch-invariant")
     assert status == 2 and "--batch-invariant needs --queries" in text
 

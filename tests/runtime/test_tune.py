@@ -115,3 +115,19 @@ def test_rivals_of_one_dsl_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
     assert [tune._run(Check(), each, alone=False) for each in (cell, twin)] == [cell.id, twin.id]
     assert tune._run(Check(), cell) is None and dispatch._preferred.get() is None
     assert len(forgotten) == 4
+
+
+@pytest.mark.parametrize("precision", ["q16k4", "q16k4m8"])
+def test_forms_are_timed_beside_what_is_named(precision: str) -> None:
+    """Calls choose between all of them: a figure of some would be taken for one of all."""
+    registry = default_registry()
+    named = registry.select("decode_score", target="sm90", precision=precision)
+    beside = tune._forms_beside(named, (), registry)
+    assert {cell.precision for cell in (*named, *beside)} == {"q16k4", "q16k4m8"}
+    [rivals] = tune._rivals([*named, *beside], registry).values()
+    assert {cell.id for cell in rivals} == {
+        cell.id for cell in registry.of("decode_score") if registry.called(cell.precision) == "q16k4"
+    }
+    assert all(cell.dsl == "cutedsl" for cell in tune._forms_beside(named, ("cutedsl",), registry))
+    assert tune._forms_beside(rivals, (), registry) == []
+    assert tune._forms_beside(registry.select("decode_score", precision="bf16"), (), registry) == []

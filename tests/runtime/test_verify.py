@@ -21,7 +21,7 @@ from msa_tiles.cli import main
 from msa_tiles.commands import verify as verify_command
 from msa_tiles.launch import dequantize
 from msa_tiles.runtime import CallFacts, dispatch, evidence, packs, toolchain
-from msa_tiles.runtime.accuracy import accuracies
+from msa_tiles.runtime.accuracy import accuracies, in_words
 from msa_tiles.runtime.evidence import is_verified, read_verified
 from msa_tiles.runtime.facts import standing_for, target_facts
 from msa_tiles.runtime.registry import Cell, default_registry
@@ -507,6 +507,12 @@ class TestRunner:
         assert (out.worst, out.card, out.current) == (entry["errors"]["out"]["worst"], "cpu", True)
         assert out.worst > 0 and (lse.output, lse.worst) == ("lse", 0.0)
         assert entry["card"] == "cpu"
+        assert in_words([lse, out], {}) == (
+            f"worst errors on record (cpu, {entry['date']}): lse 0, accepted 0.0005; out {out.worst:.2g}, accepted 0.02"
+        )
+        earlier = dataclasses.replace(out, metric="equal", current=False)
+        assert in_words([earlier], {}) == f"worst errors on record (cpu, {entry['date']}, of other code): out equal"
+        assert in_words([], {"out": 0.1, "lse": 0}) == "no errors on record; accepted: out 0.1, lse 0"
         assert is_verified(cell, read_verified(tmp_path))
         changed = dataclasses.replace(cell, digest="f" * 16)
         assert not is_verified(changed, read_verified(tmp_path))

@@ -355,7 +355,11 @@ class TestWhatACallNeeds:
         monkeypatch.setattr(toolchain, "missing", lambda _dsl: None)
         call = ["build", "--for", "scale_rows,width=64,capacity=3", "--target", "sm90", "--jobs", "2"]
         assert cli.main(call) == 0
-        assert "1 of 1 kernels are compiled for sm90: scale_rows,width=64,capacity=3" in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert "1 of 1 kernels are compiled for sm90: scale_rows,width=64,capacity=3" in printed.out
+        usual = "1 kernel, 0 in the cache: compiling 1 usually takes 10 to 40 seconds in 1 process\n"
+        assert printed.err.startswith(usual)
+        assert cli.main(call) == 0 and capsys.readouterr().err.startswith("1 kernel, 1 in the cache\n")
         assert len(log.read_text().splitlines()) == 1
         assert cli.main(["build", "--for", "scale_rows,width=65", "--target", "sm90"]) == 2
         assert cli.main(["build", "--for", "scale_rows", "--target", "sm80"]) == 2
