@@ -90,6 +90,7 @@ class Rehearsal:
         """Calls are met wherever a module has taken an operator to."""
         operators = [getattr(ops, name) for name in ops.__all__]
         wrapped = {each: self._met(each) for each in operators if "backend" in inspect.signature(each).parameters}
+        wrapped[ops.decode_workspace_bytes] = _as_on_the_card(ops.decode_workspace_bytes)
         for module in [each for each in sys.modules.values() if type(each) is types.ModuleType]:
             for name, value in list(vars(module).items()):
                 if type(value) is types.FunctionType and value in wrapped:
@@ -162,6 +163,17 @@ def _on_the_cpu() -> Iterator[None]:
     assert card is not None
     with facts.standing_for(card), _OnTheCpu():
         yield
+
+
+def _as_on_the_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose answer would be another on the CPU."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with backends.rehearsing(backends.Rehearsal()):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _missing(name: str, *args: Any, **kwargs: Any) -> None:

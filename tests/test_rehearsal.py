@@ -37,6 +37,11 @@ def test_of_a_function_by_its_name():
     combine(torch.ones(3, 20, 8, 128, dtype=torch.bfloat16, device="cuda"), torch.ones(3, 20, 8, device="cuda"))
 
 
+def test_of_a_workspace():
+    q = torch.ones(2, 64, 128, dtype=torch.bfloat16, device="cuda")
+    assert ops.decode_workspace_bytes(q, 16, 4) > 0
+
+
 def test_that_fails():
     assert not len(ops.topk_select(score, 8, num_valid_blocks=300))
 
@@ -70,7 +75,7 @@ def test_gpu_tests_run_on_the_reference_and_note_their_kernels(tmp_path: Path) -
     ]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=120)
-    assert "1 failed, 3 passed, 1 skipped" in done.stdout, done.stdout
+    assert "1 failed, 4 passed, 1 skipped" in done.stdout, done.stdout
     assert re.findall(r"^FAILED .*::(\w+)", done.stdout, re.MULTILINE) == ["test_that_fails"]
     points = json.loads((tmp_path / "points").read_text())
     found = {(point["op"], point["variant"].get("topk"), point["dsl"]) for point in points}
