@@ -155,6 +155,15 @@ def chosen(scores: list[float], given: Parameters) -> list[int]:
     return [*forced, *others][: given.topk]
 
 
+def ranks(scores: list[float], given: Parameters) -> list[float]:
+    """What vLLM ranks blocks by: those at either end are forced, and a block at both counts as a local one."""
+    count = len(scores)
+    return [
+        1e29 if block >= count - given.local_blocks else 1e30 if block < given.init_blocks else score
+        for block, score in enumerate(scores)
+    ]
+
+
 def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return values

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 
 import pytest
 import torch
-from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, draw_decode, draw_prefill, drawn, token_major
+from compat.m3 import (
+    DIM,
+    FP8,
+    HEADS,
+    PAGE,
+    Batch,
+    Parameters,
+    chosen,
+    draw_decode,
+    draw_prefill,
+    drawn,
+    ranks,
+    token_major,
+)
 from rounding import close, softmax_terms
 
 from msa_tiles.compat import kept, vllm
@@ -42,6 +56,18 @@ def scored(batch: Batch, score: torch.Tensor, given: Parameters | None = None) -
                 want[head, row, blocks[: given.init_blocks]] = 1e30
                 want[head, row, blocks[max(len(scores) - given.local_blocks, 0) :]] = 1e29
     assert torch.equal(score, want)
+
+
+def test_what_is_selected_is_the_best_by_what_vllm_ranks_blocks_by() -> None:
+    """Where fewer blocks are selected than are forced, and where a block is an init block and a local one, too."""
+    both = 0
+    for topk, init, local, count in itertools.product((1, 2, 4), range(3), range(4), range(1, 7)):
+        given, scores = Parameters(topk, init, local), [float(7 * block % 5) for block in range(count)]
+        ranked = ranks(scores, given)
+        best = sorted(ranked, reverse=True)[:topk]
+        assert sorted((ranked[block] for block in chosen(scores, given)), reverse=True) == best, (given, count)
+        both += init + local > count > topk
+    assert both
 
 
 @DTYPES

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, draw_decode, draw_prefill, drawn, token_major
+from compat.m3 import DIM, FP8, HEADS, PAGE, Batch, Parameters, draw_decode, draw_prefill, drawn, ranks, token_major
 from compat.stand_ins import source_of
 from compat.vllm_layer import Layer, vllm_files
 from torch import Tensor
@@ -111,16 +111,11 @@ def same_choice(batch: Batch, given: Parameters, ids: Tensor) -> None:
     want, scores = batch.selections(given), batch.scores()
     for row, heads in enumerate(scores):
         for head, of_blocks in enumerate(heads):
-            count = len(of_blocks)
-
-            def ranks(chosen: list[int], of_blocks: list[float] = of_blocks, count: int = count) -> list[float]:
-                forced = (1e30 if b < given.init_blocks else 1e29 if b >= count - given.local_blocks else of_blocks[b]
-                          for b in chosen)  # fmt: skip
-                return sorted(forced)
-
+            ranked = ranks(of_blocks, given)
             found = [block for block in ids[head, row].tolist() if block >= 0]
-            assert len(set(found)) == len(found) == min(count, given.topk)
-            assert ranks(found) == ranks([block for block in want[head, row].tolist() if block >= 0])
+            wanted = [block for block in want[head, row].tolist() if block >= 0]
+            assert len(set(found)) == len(found) == min(len(of_blocks), given.topk)
+            assert sorted(ranked[block] for block in found) == sorted(ranked[block] for block in wanted)
 
 
 @DTYPES
