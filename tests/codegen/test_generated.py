@@ -169,6 +169,34 @@ def test_a_precision_without_scales_has_no_part_in_them() -> None:
     assert re.search(r"^#   idx_q +\[total_q, num_index_heads, head_dim\] +float8_e4m3fn ", scaled, re.MULTILINE)
 
 
+def test_an_operand_that_no_shipped_row_names_fits_its_kernel(tmp_path: Path) -> None:
+    """e4m3_pairs, which makes the scores itself: a row of one's own may name it."""
+    directory = copy_specs(tmp_path / "specs", ["shared_attention"])
+    precisions, operator = directory / "precisions.yaml", directory / "operators/shared_attention.yaml"
+    formats = "{query: bf16, key_value: e4m3, multiply: float8_e4m3fn, output: bfloat16}"
+    precisions.write_text(f"{precisions.read_text()}  q16kv8m8: {formats}\n")
+    row = """
+  - dsl: cutedsl
+    precisions: [q16kv8m8]
+    mma: wgmma
+    copy: [tma_load, tma_store]
+    operands: {key_value: e4m3_pairs}
+    only: {token_scales: [0]}
+    tile: {stages: 3, producer_registers: 56, consumer_registers: 200}
+    expect: [SYNCS, USETMAXREG]
+    features: [paged, q_positions, expanded]
+"""
+    text = operator.read_text().replace("tolerance:\n", "tolerance:\n  q16kv8m8: {out: 0.03, lse: 0.005}\n")
+    operator.write_text(text.rstrip("\n") + row)
+    files = codegen.produce(spec.load(directory)).files
+    plain, pairs = (files[f"cutedsl/sm90/shared_attention_{name}.py"] for name in ("q16kv8", "q16kv8m8"))
+    assert plain == generated().files["cutedsl/sm90/shared_attention_q16kv8.py"]
+    assert "import e4m3_pairs as key_value" in pairs
+    operands = "(tile.score, tile.S, tile.queries, tile.keys[None, None, None, stage])"
+    for text, product in ((plain, "wgmma.multiply"), (pairs, "self.keys.score")):
+        assert (text.count(operands), text.count(product + operands)) == (2, 2)
+
+
 @pytest.mark.parametrize("dsl", PINS)
 @pytest.mark.drawn(1)
 def test_another_toolchain_is_another_digest(dsl: str, monkeypatch: pytest.MonkeyPatch) -> None:

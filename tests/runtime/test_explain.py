@@ -16,7 +16,7 @@ from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import evidence
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
-from msa_tiles.runtime.registry import Precision, default_registry
+from msa_tiles.runtime.registry import Precision, Registry, default_registry
 from msa_tiles.spec import load
 from msa_tiles.spec.model import ROLES
 from msa_tiles.spec.reach import unreached
@@ -108,33 +108,45 @@ def test_kernels_that_multiply_differently_are_candidates_of_each_other(
         assert runs.precision in (same, precision) and evidence.has_run(runs, REGISTRY)
 
 
-FORMS = {cell.precision: cell for cell in REGISTRY.cells if REGISTRY.called(cell.precision) != cell.precision}
+def with_a_form_of_attention() -> Registry:
+    """The registry, and a twin of a part of attention that only multiplies differently; no such form is shipped."""
+    [cell] = REGISTRY.select("shared_attention", "cutedsl", "sm90", "q16kv8")
+    twin = dataclasses.replace(cell, id=f"{cell.id}m8", precision="q16kv8m8", digest="c" * 16)
+    precisions = REGISTRY.precisions | {
+        twin.precision: dataclasses.replace(REGISTRY.precisions["q16kv8"], name="q16kv8m8")
+    }
+    return dataclasses.replace(REGISTRY, cells=(*REGISTRY.cells, twin), precisions=precisions)
+
+
+WITH_FORMS = with_a_form_of_attention()
+FORMS = {cell.precision: cell for cell in WITH_FORMS.cells if WITH_FORMS.called(cell.precision) != cell.precision}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_compiled_for_a_form_that_is_named_is_the_form(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_compiled_for_a_form_that_is_named_is_the_form(form: str) -> None:
     cell = FORMS[form]
     op = "sparse_attention" if cell.op == "shared_attention" else cell.op
-    jobs = jobs_for(f"{op},precision={form}", REGISTRY, cell.target)
+    jobs = jobs_for(f"{op},precision={form}", WITH_FORMS, cell.target)
     of_op = {job.cell.precision for job in jobs if job.cell.op == cell.op}
     assert of_op - {"bf16"} == {form}, "and copies of quantised keys"
     for none in ("select_blocks", "sparse_decode"):
         with pytest.raises(
             ValueError, match=rf"{none} has no kernels of {form} on .* form of kernels of \w+, which no"
         ):
-            jobs_for(f"{none},precision={form}", REGISTRY, cell.target)
+            jobs_for(f"{none},precision={form}", WITH_FORMS, cell.target)
     with pytest.raises(ValueError, match=rf"{re.escape(cell.id)}.*: pages_per_block is 3"):
-        jobs_for(f"{cell.op},precision={form},pages_per_block=3", REGISTRY, cell.target)
+        jobs_for(f"{cell.op},precision={form},pages_per_block=3", WITH_FORMS, cell.target)
 
 
 def test_a_form_is_not_compiled_in_the_place_of_what_calls_run() -> None:
     """That of a pair is honoured in its half; a group is of calls."""
-    [pair] = [
-        j for j in jobs_for("msa_decode,precision=q16k4m8+q16kv8", REGISTRY, "sm90") if j.cell.op == "decode_score"
-    ]
-    assert pair.cell.precision == "q16k4m8"
+    assert FORMS.keys() == {"q16k4m8", "q16kv8m8"}
+    for registry in (REGISTRY, WITH_FORMS):
+        jobs = jobs_for("msa_decode,precision=q16k4m8+q16kv8", registry, "sm90")
+        [pair] = [job for job in jobs if job.cell.op == "decode_score"]
+        assert pair.cell.precision == "q16k4m8"
     with pytest.raises(ValueError, match=r"no kernels of q16kv8m8 on sm90; .*: wanted precision=q8k8\+q16kv8$"):
-        jobs_for("msa_decode,precision=q8k8+q16kv8m8", REGISTRY, "sm90")
+        jobs_for("msa_decode,precision=q8k8+q16kv8m8", WITH_FORMS, "sm90")
 
 
 SPECS = load(specs_dir())

@@ -97,12 +97,12 @@ def test_an_operator_that_reads_no_keys_serves_every_precision(precision: str) -
 
 def test_a_group_selects_all_of_its_precisions() -> None:
     registry = default_registry()
-    assert {cell.precision for cell in registry.select(precision="fp8")} <= {"q16kv8", "q16kv8m8", "q8k8"}
+    assert {cell.precision for cell in registry.select(precision="fp8")} <= {"q16kv8", "q8k8"}
     assert registry.select("select_blocks", precision="fp8") == registry.select("select_blocks", precision="q8k8") != ()
     groups = {name: precision.group for name, precision in registry.precisions.items()}
     known = [entry["group"] for entry in registry.formats.values()]
     assert known == ["bf16", "fp8", "nvfp4", "fp4"]
-    assert named(["fp8", "bf16"], groups, known) == ["q16kv8", "q16kv8m8", "q8k8", "bf16"]
+    assert named(["fp8", "bf16"], groups, known) == ["q16kv8", "q8k8", "bf16"]
     assert named(["nvfp4"], groups, known) == ["q16kv4", "q16k4", "q8k4", "q16k4m8"]
     with pytest.raises(ValueError, match="precision fp9 is unknown; did you mean fp8"):
         named(["fp9"], groups, known)

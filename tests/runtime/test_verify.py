@@ -79,27 +79,27 @@ def test_the_reference_passes_its_own_grid(op: str, precision: str, specs: spec.
         runner.run_case(case, CPU, seed=7, backend="reference")
 
 
-@pytest.mark.parametrize("precision", ["q16kv8", "q16kv8m8"])
+@pytest.mark.parametrize("precision", ["q16k4", "q16k4m8"])
 @pytest.mark.parametrize("asked", [True, False], ids=["its own", "whatever dispatch chooses"])
 def test_a_case_is_run_by_its_own_cell(
     precision: str, asked: bool, specs: spec.Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two kernels of one DSL take the same tensors; what verifies one of them is not what ran by the other."""
-    point = {"head_dim": 128, "block_size": 128, "group": 16, "pages_per_block": 0, "token_scales": 0}
+    point = {"head_dim": 128, "block_size": 128, "pages_per_block": 0}
     rivals = {
         cell.precision: next(case for case in cases(cell, specs) if case.point == point)
-        for cell in default_registry().select(op="shared_attention", dsl="cutedsl", target="sm90")
-        if cell.precision in ("q16kv8", "q16kv8m8")
+        for cell in default_registry().select(op="decode_score", dsl="cutedsl", target="sm90")
+        if cell.precision in ("q16k4", "q16k4m8")
     }
     device = torch.device("cuda", 0)
-    facts = CallFacts("shared_attention", device, "q16kv8", point)
+    facts = CallFacts("decode_score", device, "q16k4", point)
 
     class Calls:
         def __init__(self, *_args: object) -> None:
             pass
 
         def run(self, into_buffers: bool) -> tuple[torch.Tensor, ...]:
-            dispatch.find_kernel("shared_attention", facts, "cutedsl")
+            dispatch.find_kernel("decode_score", facts, "cutedsl")
             return ()
 
         def compare(self, outputs: tuple[torch.Tensor, ...]) -> compare.Errors:
@@ -113,7 +113,7 @@ def test_a_case_is_run_by_its_own_cell(
     monkeypatch.setattr(dispatch, "_find", stand_in)
     monkeypatch.setattr(dispatch, "_kernels", {})
     monkeypatch.setattr(toolchain, "missing", lambda _dsl: None)
-    monkeypatch.setitem(runner.CHECKS, "shared_attention", Calls)
+    monkeypatch.setitem(runner.CHECKS, "decode_score", Calls)
     with standing_for(target_facts(default_registry().targets["sm90"])):
         if asked:
             assert runner.run_case(rivals[precision], CPU, 1, "cutedsl") == {}
@@ -124,7 +124,7 @@ def test_a_case_is_run_by_its_own_cell(
             try:
                 runner.run_case(case, CPU, 1, "cutedsl")
             except Disagreement as error:
-                assert "did not run; the calls found shared_attention.cutedsl.sm90" in str(error)
+                assert "did not run; the calls found decode_score.cutedsl.sm90" in str(error)
                 refused.append(each)
     assert len(refused) == 1
 

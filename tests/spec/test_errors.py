@@ -108,10 +108,10 @@ MISTAKES = {
          "sm90 simt cannot compute 'bfloat16'; it multiplies float32, int32"),
     "element that stands in the precision":
         (ATTENTION, "    mma: wgmma", "    compute: bfloat16\n    mma: wgmma", 0, "must be one of float32, int32"),
-    "no tolerance": (ATTENTION, "precisions: [bf16]", "precisions: [q16kv8m8]", 0, "states no tolerance for q16kv8m8"),
+    "no tolerance": (SELECT, "precisions: [bf16]", "precisions: [q16k4m8]", 0, "states no tolerance for q16k4m8"),
     "group in the place of precisions":
-        (ATTENTION, "precisions: [bf16]", "precisions: [fp8]", 0,
-         "unknown precision 'fp8', which is a group: a row names precisions, such as its q16kv8, q16kv8m8$"),
+        (SELECT, "precisions: [bf16]", "precisions: [nvfp4]", 0,
+         "unknown precision 'nvfp4', which is a group: a row names precisions, such as its q16k4, q16k4m8$"),
     "tolerance of a group":
         (SELECT, "  q8k8: {out", "  fp8: {out", None, "the precision 'fp8', which is a group: .* such as its q8k8"),
     "architecture without underscore":
