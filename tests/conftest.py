@@ -77,7 +77,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    seed_all(item.nodeid)
+    seed_all(item.nodeid, item.get_closest_marker("gpu") is not None)
 
 
 def pytest_report_header() -> str:

@@ -1,9 +1,10 @@
 """`--seeds N`: each test that draws runs under N seeds, one after the other, and stops at the first that fails.
 
-Tests seed what they draw, by a constant or by MSA_TILES_SEED. In run number 0 these seeds are what is written; in run
-number n each becomes another one, which n and the old one decide: of torch and NumPy generators, of `random`, and of
-hypothesis. Nothing in a test need know of it. A test whose first run draws nothing runs once, and so does one that is
-marked as `planted`: that some draw shows a fault does not mean that every draw does.
+Tests seed what they draw, by a constant or by MSA_TILES_SEED (a generator's by `torch.randint(1 << 31, ())`).
+In run number 0 these seeds are what is written; in run number n each becomes another one, which n and the old one
+decide: of torch and NumPy generators, of `random`, and of hypothesis. Nothing in a test need know of it. A test whose
+first run draws nothing runs once, and so does one that is marked as `planted`: that some draw shows a fault does not
+mean that every draw does.
 
 What a fixture of a module or a session draws, and what a module draws as it is imported, is that of run number 0.
 A test of many draws makes a twentieth of them under each seed (`examples`): 200 seeds are ten times a run's draws.
@@ -39,9 +40,11 @@ def examples(count: int) -> int:
     return -(-count // int(os.environ.get(SHARE, "1")))
 
 
-def seed_all(test: str) -> None:
-    """Seed what a test draws from without a generator of its own on the CPU, alone or after others."""
+def seed_all(test: str, on_gpu: bool = False) -> None:
+    """Seed what a test draws from without a generator of its own, alone or after others: on the CPU, or on GPUs too."""
     seed = seed_of(os.environ["MSA_TILES_SEED"], test)
+    if on_gpu:
+        torch.cuda.manual_seed_all(seed)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)

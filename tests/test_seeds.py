@@ -127,6 +127,25 @@ def test_what_has_no_generator_is_seeded_by_the_run_and_the_test(monkeypatch: py
     assert len({drawn(seed, test) for seed in "12" for test in "ab"}) == 4
 
 
+def test_gpus_are_seeded_by_the_run_and_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    for seed, test in ("1a", "1a", "1b", "2a"):
+        monkeypatch.setenv("MSA_TILES_SEED", seed)
+        seed_all(test, on_gpu=True)
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+    seed_all("a")
+    assert len(seeds) == 4
+
+
+def test_no_test_draws_what_cannot_be_repeated() -> None:
+    """A seed that the machine draws is of one run: what fails under it is never seen again."""
+    words = ("torch.seed" + "(", "System" + "Random", "os.uran" + "dom")
+    files = list(Path(__file__).parent.rglob("*.py"))
+    assert len(files) > 200
+    assert [(file.name, word) for file in files for word in words if word in file.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.slow
 def test_tests_that_draw_run_under_so_many_seeds(tmp_path: Path) -> None:
     (tmp_path / "test_drawing.py").write_text(DRAWING)

@@ -34,7 +34,7 @@ class Pool:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device).manual_seed(torch.seed() % (1 << 31))
+        self.generator = torch.Generator(self.device).manual_seed(int(torch.randint(1 << 31, ())))
         self.lengths = [int(n) for n in torch.randint(1, LONGEST, (REQUESTS,)).tolist()]
         self.lengths[:3] = [LONGEST, 1, BLOCK]
         width = -(-LONGEST // BLOCK)

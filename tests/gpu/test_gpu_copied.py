@@ -45,7 +45,7 @@ def test_random_bits_are_dequantised_as_by_torch(named: Named, kind: str, paged:
         }
         work = SimpleNamespace(sequences=[(1, 5000), (0, 0), (1, 777)] if paged else [(1, 5777)])
         case = SimpleNamespace(dims={**dims, "total_k": 5777}, dtype=lambda role: FP8, packed=kind, workload=work)
-        source = Source(torch.device("cuda"), torch.seed() % (1 << 31), "normal")
+        source = Source(torch.device("cuda"), int(torch.randint(1 << 31, ())), "normal")
         check = DequantizeKV(case, source, strided, named.backend)  # type: ignore[arg-type]
         runs = [check.run(into_buffers) for into_buffers in (True, False, True)]
         for outputs in runs:
@@ -104,7 +104,7 @@ class Batch:
     """Requests with fresh queries, keys and ids; whatever no request uses is NaN."""
 
     def __init__(self, kind: str, page: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
+        generator = torch.Generator("cuda").manual_seed(int(torch.randint(1 << 31, ())))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)

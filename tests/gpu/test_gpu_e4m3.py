@@ -10,7 +10,7 @@ import torch
 from gpu_calls import Named, reading
 from torch import Tensor
 
-from msa_tiles import quant, reference
+from msa_tiles import paths, quant, reference, spec
 from msa_tiles.runtime.registry import default_registry
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +19,7 @@ LENGTHS_K = [700, 130, 333, 640]
 LENGTHS = {"sparse_attention": [600, 1, 200, 640], "sparse_decode": [4, 1, 32, 7]}
 HEADS, TOPK = 4, 6
 NAN = 0x7F
+SPECS = spec.load(paths.specs_dir())
 SERVED = [
     (named, op)
     for named in (Named("tilelang"), Named("cutedsl"))
@@ -37,10 +38,16 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Quantised:
-    """Four requests with keys and values in e4m3, flat or in pages, and ids of blocks that neighbours share."""
+    """Four requests with keys and values in e4m3, flat or in pages, and ids of blocks that neighbours share.
 
-    def __init__(self, op: str, layout: str, group: int, head_dim: int, block_size: int, per: str) -> None:
-        generator = torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
+    With ``alike`` all keys of a head point the way of its queries: scores are large and near each other. Scales are
+    powers of two then, with which bfloat16 has what codes stand for.
+    """
+
+    def __init__(
+        self, op: str, layout: str, group: int, head_dim: int, block_size: int, per: str, alike: bool = False
+    ) -> None:
+        generator = torch.Generator("cuda").manual_seed(int(torch.randint(1 << 31, ())))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cuda")
@@ -63,13 +70,25 @@ class Quantised:
         else:
             self.where["cu_seqlens_k"] = int32([0, *LENGTHS_K]).cumsum(0).int()
             exact = [normal(sum(LENGTHS_K), HEADS, head_dim) for _ in range(2)]
-        for tensor in exact:
-            # One head is a thousand times the others, or one token.
-            if per == "head":
-                tensor[:, 1] *= 1000
-            elif layout == "flat":
-                tensor[5] *= 1000
-        exact[0] *= 0.03  # of scores as large as these the largest one alone would count
+        if alike:
+            directions = normal(HEADS, head_dim).sign()
+            self.q += directions.repeat_interleave(group, 0)
+            each_head = (HEADS, 1, -1) if layout == "paged" else (HEADS, -1)
+            exact[0] = 10 * directions.view(each_head) + 2 * exact[0]
+            exact[1] *= 4
+            powers = torch.tensor([1.0, 0.5, 2.0, 1.0], device="cuda").view(each_head)
+            for tensor in exact:
+                # The largest of every token and head is 448 times a power of two.
+                tensor.clamp_(-14, 14)[..., 0].sign_().mul_(14)
+                tensor *= powers
+        else:
+            for tensor in exact:
+                # One head is a thousand times the others, or one token.
+                if per == "head":
+                    tensor[:, 1] *= 1000
+                elif layout == "flat":
+                    tensor[5] *= 1000
+            exact[0] *= 0.03  # of scores as large as these the largest one alone would count
         self.k, self.v = (quant.quantize_fp8(tensor, per=per) for tensor in exact)
         visible = (positions // block_size + 1)[:, None]
         drawn = torch.rand(HEADS, -(-total // 8), blocks, generator=generator, device="cuda").repeat_interleave(8, 1)
@@ -127,6 +146,24 @@ def test_it_is_attention_over_what_the_codes_stand_for(
     found = given.attend(named, op)
     check(given, found, group)
     assert all(map(torch.equal, found, given.attend(named, op)))
+
+
+@each_kernel
+@pytest.mark.parametrize(("layout", "group", "head_dim", "block_size", "per"), CASES)
+def test_large_scores_under_scales_that_bfloat16_holds(
+    named: Named, op: str, layout: str, group: int, head_dim: int, block_size: int, per: str
+) -> None:
+    """There torch in BF16 is right, and a score that is off by 0.1 shows: parts of a row that were computed apart meet
+    with weights that are off by 10%."""
+    given = Quantised(op, layout, group, head_dim, block_size, per, alike=True)
+    for tensor in (given.k, given.v):
+        assert (tensor.scale.frexp().mantissa == 0.5).all()
+    out, lse = given.wanted()
+    assert all(map(torch.equal, (out, lse), given.wanted(torch.bfloat16)))
+    assert lse[lse.isfinite()].max() > 100
+    found = given.attend(named, op)
+    check(given, found, group)
+    assert errors(found[1], lse, group).max() <= SPECS.operators[op].tolerance["q16kv8"]["lse"]
 
 
 @each_kernel

@@ -52,7 +52,7 @@ class Drawn:
     copied = False  # whether attention reads keys and values that are rounded to bfloat16
 
     def __init__(self, op: str, name: str, layout: str, group: int = 16, dim: int = 128, block: int = 128) -> None:
-        generator = torch.Generator(DEVICE).manual_seed(torch.seed() % (1 << 31))
+        generator = torch.Generator(DEVICE).manual_seed(int(torch.randint(1 << 31, ())))
         self.group, self.block = group, block
         lengths, blocks = LENGTHS[op], -(-max(LENGTHS_K) // block)
 

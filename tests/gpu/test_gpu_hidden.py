@@ -27,7 +27,7 @@ class Hidden:
     """Four requests whose last positions some of their queries do not see, on flat keys or on pages."""
 
     def __init__(self, op: str, layout: str, group: int, positions: bool) -> None:
-        generator = torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
+        generator = torch.Generator("cuda").manual_seed(int(torch.randint(1 << 31, ())))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cuda").bfloat16()
