@@ -11,7 +11,7 @@ import functools
 import re
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ def place_of(error: BaseException, text: str) -> tuple[Path | None, int]:
     name = found[-1].filename.removeprefix(_COMPILED)
     file = Path(name) if name else None
     line, columns = found[-1].lineno, (getattr(found[-1], "colno", None), getattr(found[-1], "end_colno", None))
-    kept = [node for node in tree_of(text if file is None else source_at(file)).body if _counts(node)]
+    kept = _counting(tree_of(text if file is None else source_at(file)).body)
     # Both trees are alike: what was compiled is the other one, written without what does not count.
     compiled = tree_of(ast.unparse(ast.Module(kept, [])))
     pairs = zip(ast.walk(compiled), ast.walk(ast.Module(kept, [])), strict=False)
@@ -190,7 +190,7 @@ def _read(text: str, package: Path) -> _Read:
 
 @functools.lru_cache(maxsize=256)
 def _names(read: _Read) -> Mapping[str, Any]:
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {_exact.__name__: _exact}
     for here, there, file in read.brought:
         if file is None:
             names[here] = getattr(_vocabulary, there)
@@ -202,6 +202,32 @@ def _names(read: _Read) -> Mapping[str, Any]:
             names[here] = others[there]
     exec(_compiled(read.source, read.file), names)
     return names
+
+
+def _exact(number: int, divisor: int, text: str) -> int:
+    """A quotient of a kernel's table. Threads or columns that a floor leaves out would never be worked on."""
+    whole, rest = divmod(number, divisor)
+    if rest:
+        raise TableError(f"{text} leaves a rest: {number} is no multiple of {divisor}")
+    return whole
+
+
+class _Exactly(ast.NodeTransformer):
+    """`a // b` becomes `_exact(a, b)`, but where it rounds up, `-(-a // b)`, or has a least value, `max(a // b, 1)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        if not (isinstance(node.func, ast.Name) and node.func.id == "max"):
+            self.generic_visit(node)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        text = ast.unparse(node)
+        self.generic_visit(node)
+        rounds_up = isinstance(node.left, ast.UnaryOp) and isinstance(node.left.op, ast.USub)
+        if not isinstance(node.op, ast.FloorDiv) or rounds_up:
+            return node
+        called = ast.Call(ast.Name(_exact.__name__, ast.Load()), [node.left, node.right, ast.Constant(text)], [])
+        return ast.copy_location(called, node)
 
 
 class _Module(types.SimpleNamespace):
@@ -217,13 +243,16 @@ class _Module(types.SimpleNamespace):
 
 @functools.lru_cache(maxsize=256)
 def _compiled(source: str, file: str) -> types.CodeType:
-    return compile(source, f"{_COMPILED}{file}", "exec")
+    tree = tree_of(source)
+    if not file:  # a kernel's
+        tree = ast.fix_missing_locations(_Exactly().visit(tree))
+    return compile(tree, f"{_COMPILED}{file}", "exec")
 
 
 @functools.lru_cache(maxsize=512)
 def _declared(text: str) -> _Declared:
     nodes = parsed(text).body
-    kept = [node for node in nodes if _counts(node)]
+    kept = _counting(nodes)
     used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
     used.update(*(ast.literal_eval(node.value) for node in kept if isinstance(node, ast.Assign) and _exports(node)))
     imports = [
@@ -236,8 +265,29 @@ def _declared(text: str) -> _Declared:
     return _Declared(ast.unparse(ast.Module(kept, [])), tuple(imports))
 
 
-def _counts(node: ast.stmt) -> bool:
-    return _is_constant(node) or _is_marked(node)
+def _counting(body: Iterable[ast.stmt]) -> list[ast.stmt]:
+    """Constants, what is worked out of them and of numbers of the vocabulary, and marked functions."""
+    kept, known = [], set[str]()
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module == _vocabulary.__name__:
+            known.update(alias.asname or alias.name for alias in node.names)
+        elif _is_constant(node) or (isinstance(node, ast.Assign) and _is_arithmetic(node.value, known)):
+            known.update(ast.unparse(target) for target in node.targets)
+            kept.append(node)
+        elif _is_marked(node):
+            kept.append(node)
+    return kept
+
+
+def _is_arithmetic(value: ast.expr, known: Set[str]) -> bool:
+    """Whether an expression is made of numbers and known names alone."""
+    kinds = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Constant, ast.operator, ast.unaryop, ast.expr_context)
+    parts = list(ast.walk(value))
+    return all(isinstance(each, kinds) for each in parts) and all(
+        each.id in known if isinstance(each, ast.Name) else isinstance(each.value, int | float)
+        for each in parts
+        if isinstance(each, ast.Name | ast.Constant)
+    )
 
 
 def _is_constant(node: ast.stmt) -> bool:

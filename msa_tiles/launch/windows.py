@@ -23,7 +23,7 @@ ROUND_COST, MEGABYTE_COST, WALK_COST = 15.0, 0.35, 0.027
 LARGEST_GROUP = 16
 LARGEST_HEAD_DIM = 128
 
-# The schedule kernel cuts a block's edges into tasks of at most this many (tile.chunk of its spec).
+# The schedule kernel cuts a block's edges into tasks of at most this many (CHUNK of its skeletons).
 CHUNK = 128
 
 

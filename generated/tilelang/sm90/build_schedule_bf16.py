@@ -70,7 +70,7 @@ from msa_tiles.dsl.words import edge_of, extent_of
 
 WARPS = 16
 BLOCKS = 2048
-CHUNK = 128
+CHUNK = 128  # as msa_tiles.launch.windows counts tasks
 PREFETCH = 4
 PARTS = 4
 PASS_CONFIGS = {

@@ -34,7 +34,7 @@ from msa_tiles.dsl.words import edge_of, extent_of
 
 WARPS = 16  # <- tile.warps
 BLOCKS = 2048  # <- tile.blocks
-CHUNK = 128  # <- tile.chunk
+CHUNK = 128  # as msa_tiles.launch.windows counts tasks
 PREFETCH = 4  # <- tile.prefetch
 PARTS = 4  # <- tile.parts
 PASS_CONFIGS = {
