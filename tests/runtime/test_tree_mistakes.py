@@ -117,6 +117,31 @@ SKELETON_MISTAKES = {
 }
 
 
+# Of an operator: what stands in the place of a tile or of dims, and what is said. Rounded down, threads, rows or blocks
+# would be left out that nothing else works on.
+RESTS = {
+    "rows of a thread block": (
+        "combine", "rows: 16", "rows: 10", r"head_dim // \(VECTOR \* WARP\) leaves a rest: 640 is no multiple of 256"
+    ),
+    "a head dim": ("combine", "64", "104", "leaves a rest: 1664 is no multiple of 256"),
+    "rows of an insertion": ("append_kv", "rows: 16", "rows: 10", "leaves a rest: 640 is no multiple of 256"),
+    "blocks of a thread": ("build_schedule", "blocks: 2048", "blocks: 1400", "BLOCKS // THREADS leaves a rest: 1400 is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_numbers_of_a_row_that_leave_a_rest(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, old, new, sentence = RESTS[name]
+    specs = copy_specs(tmp_path / "few", [op])
+    monkeypatch.setattr(paths, "specs_dir", lambda: specs)
+    shipped = (specs / f"operators/{op}.yaml").read_text()
+    assert old in shipped
+    write(tmp_path / f"tree/specs/operators/{op}.yaml", shipped.replace(old, new))
+    assert re.search(sentence, refused(tmp_path / "tree", capsys))
+
+
 @pytest.mark.parametrize("name", SKELETON_MISTAKES)
 def test_mistakes_in_a_skeleton(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     skeleton, old, new, further, sentence = SKELETON_MISTAKES[name]
