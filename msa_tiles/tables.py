@@ -267,11 +267,12 @@ def _declared(text: str) -> _Declared:
 
 def _counting(body: Iterable[ast.stmt]) -> list[ast.stmt]:
     """Constants, what is worked out of them and of numbers of the vocabulary, and marked functions."""
-    kept, known = [], set[str]()
+    kept: list[ast.stmt] = []
+    known: set[str] = set()
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module == _vocabulary.__name__:
             known.update(alias.asname or alias.name for alias in node.names)
-        elif _is_constant(node) or (isinstance(node, ast.Assign) and _is_arithmetic(node.value, known)):
+        elif isinstance(node, ast.Assign) and (_is_constant(node) or _is_arithmetic(node.value, known)):
             known.update(ast.unparse(target) for target in node.targets)
             kept.append(node)
         elif _is_marked(node):
@@ -290,9 +291,7 @@ def _is_arithmetic(value: ast.expr, known: Set[str]) -> bool:
     )
 
 
-def _is_constant(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.Assign):
-        return False
+def _is_constant(node: ast.Assign) -> bool:
     try:
         ast.literal_eval(node.value)
     except ValueError:

@@ -125,7 +125,7 @@ RESTS = {
     ),
     "a head dim": ("combine", "64", "104", "leaves a rest: 1664 is no multiple of 256"),
     "rows of an insertion": ("append_kv", "rows: 16", "rows: 10", "leaves a rest: 640 is no multiple of 256"),
-    "blocks of a thread": ("build_schedule", "blocks: 2048", "blocks: 1400", "BLOCKS // THREADS leaves a rest: 1400 is"),
+    "blocks of a thread": ("build_schedule", "blocks: 2048", "blocks: 1400", "THREADS leaves a rest: 1400 is no"),
 }  # fmt: skip
 
 
