@@ -14,7 +14,7 @@ from typing import Any
 
 from msa_tiles import __version__, console, interrupts, trees
 from msa_tiles.commands import bench, build, demo, explain, generate, matrix, pack, support, tune, verify
-from msa_tiles.commands._options import Once, add_tree, is_target, path, targets_of, tell_outdated
+from msa_tiles.commands._options import Once, add_tree, is_target, path, targets_of, tell_mistakes, tell_outdated
 from msa_tiles.errors import ToolError
 from msa_tiles.names import unknown
 
@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             used.enter_context(interrupts.insistent())
             for tree in args.tree:
                 used.enter_context(trees.use(tree))
+            if args.command != "generate":  # which raises them
+                tell_mistakes()
             if any(not is_target(name) for name in getattr(args, "target", None) or ()):
                 args.target = targets_of(args.target)
             if args.command == "generate":

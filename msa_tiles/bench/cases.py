@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from msa_tiles import trees
-from msa_tiles.spec import load
+from msa_tiles import readable, trees
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
 from msa_tiles.spec.work import Work, dims_of, work_of
 
@@ -50,7 +49,7 @@ class Case:
 
 @trees.cached(maxsize=1)
 def specs() -> Specs:
-    return load(*trees.specs_dirs())
+    return readable.specs()
 
 
 def labels(op: str) -> list[str]:

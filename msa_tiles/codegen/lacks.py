@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from msa_tiles import trees
+from msa_tiles import readable, trees
 from msa_tiles.codegen.emit import SKELETONS
-from msa_tiles.codegen.own import produce_for, specs_in_use
+from msa_tiles.codegen.own import produce_for
 from msa_tiles.codegen.plan import Selection
 from msa_tiles.spec import KernelRow, Operator, Specs, Target
 from msa_tiles.spec.judge import unfit
@@ -54,7 +54,7 @@ def lacks(specs: Specs, name: str, present: Collection[str] | None = None, ops: 
 
 def ungenerated(target: str, selection: Selection, present: Collection[str]) -> str:
     """Says how to generate what is selected and not `present`, where a target has kernels on request; else empty."""
-    specs = specs_in_use()
+    specs = readable.specs()
     if target not in specs.targets or not specs.targets[target].on_request:
         return ""
     plans = produce_for(specs, target).plans

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from msa_tiles import paths, trees
 from msa_tiles.codegen.digest import recorded_digests
@@ -46,7 +46,6 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
     """
     top, *others = trees.stack() if stack is None else stack
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
-    lower = [paths.generated_dir(), *(tree.generated for tree in reversed(others) if is_generated(tree))]
     on_request = [name for name, target in specs.targets.items() if target.on_request]
     wanted = sorted({*requested, *_requested(top)} & set(on_request))
 
@@ -54,7 +53,7 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
         named = not row.derived and Path(row.where.file).resolve().is_relative_to(top.specs)
         return named or row.target not in on_request or row.target in wanted
 
-    made = produce(_only(specs, counts), folders, tree=top.directory, requested=on_request, beneath=joined(lower))
+    made = produce(_only(specs, counts), folders, tree=top.directory, requested=on_request, beneath=_beneath(others))
     more = {REQUESTED: wanted, trees.STATE: trees.state_of_sources(top)}
     return dataclasses.replace(made, index={**made.index, **more})
 
@@ -63,6 +62,28 @@ def produce_for(specs: Specs, target: str) -> Generated:
     """Render all cells of a target, as the trees in use have them, to see which there can be."""
     folders = (*(tree.skeletons for tree in trees.stack()), SKELETONS)
     return produce(_only(specs, lambda row: row.target == target), folders, requested=(target,))
+
+
+def no_longer_served(generated: Generated, stack: Sequence[trees.Tree]) -> dict[str, str]:
+    """What cells of the tree on top of a `stack` do not serve and those beneath, whose place they take, did: by cell.
+
+    Features first, then values of compile-time dims. Cells that serve all of it are left out.
+    """
+    beneath = {cell["id"]: cell for cell in _beneath(stack[1:])["cells"]}
+    lost = {cell["id"]: _lost(cell, beneath[cell["id"]]) for cell in generated.index["cells"] if cell["id"] in beneath}
+    return {name: "; ".join(parts) for name, parts in lost.items() if parts}
+
+
+def _lost(cell: Mapping[str, Any], beneath: Mapping[str, Any]) -> list[str]:
+    features = ", ".join(name for name in beneath["features"] if name not in cell["features"])
+    parts = [features] if features else []
+    for dim, values in beneath["variants"].items():
+        own = cell["variants"].get(dim, values)
+        # What a dim only has to hold, a larger one holds, too.
+        served = range(max(own) + 1) if dim in cell["capacity"] else own
+        if missing := [str(value) for value in values if value not in served]:
+            parts.append(f"{dim} {', '.join(missing)}")
+    return parts
 
 
 def changed_targets(specs: Specs, generated: Generated, stack: Sequence[trees.Tree]) -> dict[str, bool]:
@@ -80,6 +101,24 @@ def changed_targets(specs: Specs, generated: Generated, stack: Sequence[trees.Tr
 
     both = (name for name in generated.index["targets"] if name in beneath)
     return {name: limits(specs.targets[name]) != limits(beneath[name]) for name in both}
+
+
+def _beneath(others: Sequence[trees.Tree]) -> dict[str, Any]:
+    """The index of what is shipped, with those of trees, the top one first. Raises ValueError for one malformed."""
+    return joined([paths.generated_dir(), *(tree.generated for tree in reversed(others) if is_generated(tree))])
+
+
+def says_of(tree: trees.Tree, cell: str, generated: Generated) -> bool:
+    """Whether a tree itself says anything of a cell: of its target or its operator, or how it is loaded."""
+    op, dsl, target, precision = cell.split(".")[:4]
+    skeletons = (tree.skeletons / dsl).glob(f"*/{op}*.py")
+    return (
+        target in generated.index["targets"]
+        or precision in generated.index["precisions"]
+        or (tree.specs / OPERATORS / f"{op}.yaml").is_file()
+        or any(skeletons)
+        or any((tree.operands / dsl).glob("*.py"))
+    )
 
 
 def _only(specs: Specs, counts: Callable[[KernelRow], bool]) -> Specs:

@@ -171,11 +171,10 @@ def is_target(name: str) -> bool:
 
 def targets_of(given: Sequence[str]) -> list[str]:
     """Targets, where some may be told by the name of a card, such as H100."""
-    from msa_tiles import trees
-    from msa_tiles.spec import load
+    from msa_tiles import readable
     from msa_tiles.spec.cards import card_of
 
-    specs = load(*trees.specs_dirs())
+    specs, _ = readable.readable()
     found: dict[str, None] = {}
     for name in given:
         card = None if name in specs.targets else card_of(name, specs)
@@ -235,6 +234,15 @@ def _served_by_others(filters: Mapping[str, Sequence[str]], registry: Registry) 
     return "; ".join(told)
 
 
+def tell_mistakes() -> None:
+    """Complain of trees in use whose specs have mistakes, by which no kernel that is there changes."""
+    if trees.stack():
+        from msa_tiles import readable
+
+        for sentence in readable.mistakes():
+            console.complain(sentence)
+
+
 def tell_outdated() -> None:
     """Complain of trees in use whose sources are other than those that their kernels were generated from."""
     for tree in filter(trees.is_outdated, trees.stack()):
@@ -279,7 +287,7 @@ def show_lacks(specs: Specs, targets: Iterable[str], present: Collection[str] | 
     """A table for each target that lacks operators: which, why, and what would have to be written."""
     from msa_tiles.codegen.lacks import lacks
 
-    for target in targets:
+    for target in (name for name in targets if name in specs.targets):
         if found := lacks(specs, target, present, ops):
             console.say(f"\n{target} has no kernels of")
             rows = [(each.operator, each.reason, each.remedy) for each in found]
@@ -297,7 +305,7 @@ def cuda_device(option: str, text: str, what_for: str) -> torch.device:
     """The GPU that an option names. Raises ValueError where it names none, or one that is not here."""
     import torch
 
-    from msa_tiles.spec import load
+    from msa_tiles import readable
     from msa_tiles.spec.cards import told_of
 
     try:
@@ -305,7 +313,7 @@ def cuda_device(option: str, text: str, what_for: str) -> torch.device:
     except RuntimeError:
         device = torch.device("cpu")
     if device.type != "cuda":
-        served = told_of(text, load(*trees.specs_dirs()).targets)
+        served = told_of(text, readable.specs().targets)
         why = f"{option} {text} names no GPU of this machine, and {what_for}; name cuda or cuda:N"
         raise ValueError(f"{why} ({served})" if served else why)
     if not torch.cuda.is_available():

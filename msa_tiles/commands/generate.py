@@ -105,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
     )
     for sentence in [] if tree is None else (*_told_of_formats(tree, specs), *idle(tree, specs)):
         console.complain(sentence)
+    for cell, lost in ({} if tree is None else own.no_longer_served(generated, trees.stack())).items():
+        if selection.holds(cell):
+            console.complain(f"{cell}: served by the one beneath and no longer: {lost}")
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
     if tree is not None and changed:
@@ -117,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
     own_targets = [] if tree is None else [name for name in generated.index["targets"] if name not in changed]
     shown = dict.fromkeys(() if args.specs else (*args.target, *own_targets))
     for cell, why in generated.unfit.items():
-        if cell.split(".")[2] not in shown and selection.holds(cell):
+        # Of what trees beneath say they were told when they were generated.
+        of_this = len(trees.stack()) < 2 or tree is None or own.says_of(tree, cell, generated)
+        if cell.split(".")[2] not in shown and selection.holds(cell) and of_this:
             console.complain(f"left out {why}")
     show_lacks(specs, shown, None, args.op)
     return 1 if bare and not count else 0

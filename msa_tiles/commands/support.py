@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msa_tiles import console, trees
+from msa_tiles import console, readable, trees
 from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_targets
 from msa_tiles.sources import operands_in
 
@@ -37,7 +37,6 @@ def add(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.runtime import evidence, tuned
     from msa_tiles.runtime.registry import default_registry
-    from msa_tiles.spec import load
 
     if args.accuracy and args.operands:
         raise ValueError("--accuracy and --operands are two tables: ask for one of them")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         console.table([(*columns, *["from"] * whence), *(_line(row, whence) for row in rows)])
     tell_changed_targets(cells, registry)
-    show_lacks(load(*trees.specs_dirs()), args.target, {cell.id for cell in registry.cells}, args.op)
+    show_lacks(readable.specs(), args.target, {cell.id for cell in registry.cells}, args.op)
     return 0
 
 

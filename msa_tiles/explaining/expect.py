@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msa_tiles import trees
+from msa_tiles import readable, trees
 from msa_tiles.explaining.report import Expectation
 from msa_tiles.runtime.facts import DeviceFacts
-from msa_tiles.spec import load
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
 from msa_tiles.spec.source import Location
@@ -45,6 +44,8 @@ def floor_ms(
     `sequences` (queries, keys) of each request.
     """
     specs = _specs()
+    if op not in specs.operators or precision not in specs.precisions or facts.target not in specs.targets:
+        return None  # of a tree whose specs have mistakes
     operator = specs.operators[op]
     point = {name: value for name, value in numbers.items() if name in operator.dims and name not in _OF_SEQUENCES}
     # Two values of 4 bits lie in a byte: shapes do not tell the head dim.
@@ -116,4 +117,4 @@ def _measured() -> dict[str, Any]:
 
 @trees.cached(maxsize=1)
 def _specs() -> Specs:
-    return load(*trees.specs_dirs())
+    return readable.specs()

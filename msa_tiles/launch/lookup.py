@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles import runtime, trees
+from msa_tiles import readable, runtime, trees
 from msa_tiles.call.where import Where
 from msa_tiles.call.workspace import ALIGNMENT, address
 from msa_tiles.runtime import CallFacts, tuned
-from msa_tiles.spec import load
 
 # An axis of a grid holds no more CTAs than that, but the first.
 MOST_HEADS = 65_535
@@ -83,7 +82,7 @@ def call_facts(
 def broken_rules(op: str, **dims: int) -> tuple[str, ...]:
     """Sentences for the rules of the operator's spec that these dims break: no kernel promises anything beyond them."""
     came = ", ".join(f"{name} = {value}" for name, value in dims.items())
-    rules = load(*trees.specs_dirs()).operators[op].rules
+    rules = readable.specs().operators[op].rules
     return tuple(f"{came}, wanted {rule}" for rule in rules if rule.names <= dims.keys() and not rule(dims))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from msa_tiles import trees
+from msa_tiles import readable
 from msa_tiles.commands.support import is_generated
 from msa_tiles.matrix.layouts import Layout, of_cell
 from msa_tiles.runtime import evidence
 from msa_tiles.runtime.accuracy import Accuracy, accuracies
 from msa_tiles.runtime.registry import Cell, Registry
-from msa_tiles.spec import Specs, load
+from msa_tiles.spec import Specs
 
 STATUSES = ("verified", "simulated", "compiled", "generated", "out of date")
 """From the strongest evidence to none."""
@@ -74,5 +74,7 @@ def walk(registry: Registry, *, here: bool, cells: Iterable[Cell] | None = None,
 def groups_of(entries: Iterable[Entry], specs: Specs | None = None) -> list[str]:
     """The groups of precisions that the entries have, in the order of the specs."""
     found = {entry.group for entry in entries}
-    known = load(*trees.specs_dirs()) if specs is None else specs
-    return [group for group in dict.fromkeys(each.group for each in known.precisions.values()) if group in found]
+    known = readable.specs() if specs is None else specs
+    ordered = dict.fromkeys(each.group for each in known.precisions.values())
+    # Those behind are of trees whose specs have mistakes.
+    return [*(group for group in ordered if group in found), *sorted(found - ordered.keys())]

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from msa_tiles import trees
+from msa_tiles import readable
 from msa_tiles.runtime.registry import Target
 from msa_tiles.scoped import held
-from msa_tiles.spec import load
 from msa_tiles.spec.cards import card_of
 
 
@@ -94,7 +93,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def card_facts(name: str) -> DeviceFacts | None:
     """Facts of the card of this name, such as H100, as the specs list it; None where they list none of it."""
-    found = card_of(name, load(*trees.specs_dirs()))
+    found = card_of(name, readable.specs())
     if found is None:
         return None
     target, device = found

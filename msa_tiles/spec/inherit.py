@@ -86,7 +86,8 @@ def _heir(name: str, own: Mapping[str, Node], beneath: Mapping[str, Node], heirs
         return Heir(root.yaml, root.where, root.name, _heir(parent, own, beneath, (*heirs, name)))
     if parent not in beneath:
         known = ", ".join(sorted({*own, *beneath} - {name})) or "none"
-        raise key.error(f"there is no {parent!r} to inherit from; there is {known}")
+        remedy = "; name the tree that has it with another --tree before this one" if beneath else ""
+        raise key.error(f"there is no {parent!r} to inherit from; there is {known}{remedy}")
     return Heir(root.yaml, root.where, root.name, beneath[parent])
 
 
