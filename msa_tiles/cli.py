@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -20,6 +21,12 @@ from msa_tiles.names import unknown
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
 COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune, bench)
+TWINS = {  # what one command calls so and another one so
+    "--device": ("--target",),
+    "--target": ("--device",),
+    "--backend": ("--dsl",),
+    "--dsl": ("--backend",),
+}
 SHOWING = ("support", "matrix", "explain")  # these say of each kernel whether it is out of date
 
 
@@ -70,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and (misplaced := _misplaced(given, subparsers.choices)):
         console.complain(f"msa-tiles: {misplaced}")
         return 2
-    args = parser.parse_args(given)
+    args, extra = parser.parse_known_args(given)
+    if extra:
+        own = subparsers.choices[args.command].format_usage()
+        parser.error(f"unrecognized arguments: {shlex.join(extra)}{_meant(extra, args.command, own)}")
     try:
         with contextlib.ExitStack() as used:
             used.enter_context(interrupts.insistent())
@@ -106,6 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.close()
         console.complain(f"msa-tiles {args.command}: {where}: {error.strerror}")
         return 2
+
+
+def _meant(extra: Sequence[str], command: str, usage: str) -> str:
+    """The end of the sentence about options that a command does not have: its own one for what others call so."""
+    options = set(re.findall(r"--[a-z-]+", usage))
+    named = [word.partition("=")[0] for word in extra]
+    return "".join(
+        f"; {command} has {own} in place of {name}"
+        for name in dict.fromkeys(named)
+        for own in TWINS.get(name, ())
+        if own in options
+    )
 
 
 def _misplaced(given: Sequence[str], commands: Collection[str]) -> str:

@@ -77,7 +77,7 @@ def _agreement(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     from msa_tiles.bench import charts, session
 
-    _refuse_forms(args.precision)
+    _refuse_forms(args.precision, args.agreement)
     if args.agreement:
         return _agreement(args)
     args.ops = [op for found in args.ops for op in found]
@@ -111,14 +111,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures or not met else 0
 
 
-def _refuse_forms(precisions: Sequence[str]) -> None:
-    """Raise ValueError for a form of kernels: what is timed are calls, and none chooses one by name."""
+def _refuse_forms(precisions: Sequence[str], agreement: bool) -> None:
+    """Raise ValueError for a form of kernels: what is timed, or chooses blocks, are calls; none names a form."""
     from msa_tiles.runtime.pairs import called_as, form_text, forms_in
     from msa_tiles.runtime.registry import default_registry
 
     registry = default_registry()
     for name in precisions:
         for form, called in forms_in(name, registry).items():
+            if agreement:
+                raise ValueError(
+                    f"--precision {name}: {form_text(form, called)}; it stores what {called} stores, and "
+                    f"--agreement --precision {called} counts the blocks that are chosen from that"
+                )
             ops = ",".join(dict.fromkeys(cell.op for cell in registry.select(precision=form)))
             raise ValueError(
                 f"--precision {name}: {form_text(form, called)}; --precision {called_as(name, registry)} times what "

@@ -66,11 +66,25 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="with --queries: a call with batch_invariant=True"
     )
+    parser.add_argument(
+        "--as-if-installed",
+        action="store_true",
+        help="answer as if both DSLs were installed here, for another machine that has them",
+    )
     add_json(parser, "what is shown")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.as_if_installed:
+        return _run(args)
+    from msa_tiles.runtime.dispatch import as_if_installed
+
+    with as_if_installed():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     import torch
 
     from msa_tiles import ops as operators
@@ -146,14 +160,23 @@ def run(args: argparse.Namespace) -> int:
         for decision in shown:
             console.say()
             _show(decision, asked[decision.call.op], args, registry)
+    _say_missing((each.refusal for decision in shown for each in decision.candidates), name, args)
     return 0 if all(decision.chosen is not None for decision in shown) else 1
 
 
 def _form_note(op: str, form: str, called: str, registry: Registry) -> str:
-    """Says of a form of kernels that was named which calls run it."""
-    from msa_tiles.runtime.pairs import form_text
+    """Says of a form of kernels that was named which calls run it.
+
+    Raises ValueError for an operator with kernels of its own that reads no tensors stored so.
+    """
+    from msa_tiles.runtime.pairs import form_text, precisions_of, serving_cells
     from msa_tiles.runtime.parts import parts_of
 
+    if (own := registry.of(op)) and not serving_cells(op, called, registry):
+        raise ValueError(
+            f"--precision {form}: it is a form of kernels of {called}, and {op} has none of either, only of "
+            f"{precisions_of(own)}"
+        )
     if any(registry.select(part, precision=form) for part in parts_of(op)):
         which = f"calls of {called} run whichever of their kernels is faster on record"
     else:
@@ -264,6 +287,7 @@ def _rehearse(
         raise ValueError(f"{args.op} takes no call of {variant_text(dims)}: {error}") from error
     told = dataclasses.replace(told, notes=(*forms, *told.notes))
     console.say(json.dumps(told.to_dict(), indent=1) if args.json else str(told))
+    _say_missing((each.refusal for kernel in told.kernels for each in kernel.asked), name, args)
     return 0 if told.served else 1
 
 
@@ -388,6 +412,20 @@ def _show(decision: Decision, asked: str, args: argparse.Namespace, registry: Re
     console.say(f"Runs {cell.id}, from {cell.file}")
     console.say(f"  {accuracy.in_words(accuracy.accuracies_of(cell, registry), cell.entry['tolerance'])}")
     _say_outdated(tree for tree in registry.outdated if tree == decision.chosen.cell.tree)
+
+
+def _say_missing(refusals: Iterable[str | None], device: str, args: argparse.Namespace) -> None:
+    """Says of another machine's device whose kernels do not run here what the answer is of."""
+    from msa_tiles.runtime import toolchain
+
+    reasons = {dsl: toolchain.missing(dsl) for dsl in DSLS}
+    told = [refusal for refusal in refusals if refusal is not None]
+    lacking = [dsl for dsl, why in reasons.items() if why and any(refusal.startswith(why) for refusal in told)]
+    if lacking and device.partition(":")[0] not in ("cpu", "cuda"):
+        (console.note if args.json else console.say)(
+            f"This is the answer of this machine, where what these DSLs need is not installed: {', '.join(lacking)}; "
+            "--as-if-installed answers for one that has both DSLs."
+        )
 
 
 def _say_outdated(directories: Iterable[Path]) -> None:

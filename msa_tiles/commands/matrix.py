@@ -57,11 +57,16 @@ def run(args: argparse.Namespace) -> int:
     reading = console.progress(cells, "reading what is known of kernels", lambda cell: cell.id)
     entries = walk.walk(registry, here=True, cells=reading)
     rows = [report.describe(entry, ran, card) for entry in entries]
-    named = {cell.precision for cell in cells} if args.precision else {*INDEXER, *ATTENTION}
-    console.note("measuring which blocks formats of index keys choose, on the reference")
-    costs = selection.costs(tuple(name for name in INDEXER if name in named))
-    console.note("measuring how far off attention over formats of keys and values is, on the reference")
-    of_values = values.costs(tuple(name for name in ATTENTION if name in named))
+    own = dict.fromkeys(cell.precision for cell in cells) if args.precision else (*INDEXER, *ATTENTION)
+    called = {name: registry.called(name) for name in own}
+    chosen, stored = ([name for name in names if name in called.values()] for names in (INDEXER, ATTENTION))
+    if chosen:
+        console.note("measuring which blocks formats of index keys choose, on the reference")
+    costs = selection.costs(tuple(chosen))
+    if stored:
+        console.note("measuring how far off attention over formats of keys and values is, on the reference")
+    of_values = values.costs(tuple(stored))
+    of_forms = [_form_note(form, name) for form, name in called.items() if name != form]
     document = {
         "cells": rows,
         "selection": [cost.as_json() for cost in costs],
@@ -89,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
                 "root mean squares"
             )
             console.table(report.value_lines(of_values))
+    for sentence in of_forms:
+        (console.note if args.json else console.say)(sentence)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         file = args.out / "matrix.json"
@@ -102,6 +109,14 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         console.complain(failure)
     return 1 if failures else 0
+
+
+def _form_note(form: str, called: str) -> str:
+    """Says of a form of kernels whose costs are shown."""
+    return (
+        f"{form} stores what {called} stores and only multiplies differently: what it costs is shown in the rows of "
+        f"{called}, and the error of its kernels in their own"
+    )
 
 
 def _run(

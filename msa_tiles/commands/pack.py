@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     dsl = points.BOTH if set(DSLS) <= set(args.dsl) else only("--dsl", args.dsl or [points.BEST], "name one of these")
     processes("--jobs", args.jobs)
     refuse_unwritable("--out", args.out, directory=args.out.suffix != ".whl")
+    if args.out.suffix == ".whl":
+        wheel.check(args.out)
     if args.cache is not None:
         refuse_unwritable("--cache", args.cache, directory=True)
     cache = Cache(args.cache)

@@ -15,7 +15,10 @@ from typing import Any
 
 from msa_tiles import readable, trees
 from msa_tiles.explaining.report import Expectation
+from msa_tiles.runtime import tuned
+from msa_tiles.runtime.dispatch import Candidate
 from msa_tiles.runtime.facts import DeviceFacts
+from msa_tiles.runtime.registry import Registry
 from msa_tiles.spec.expression import ExpressionError
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
 from msa_tiles.spec.source import Location
@@ -68,6 +71,38 @@ def expectation(op: str, precision: str, dsl: str, floor: float, facts: DeviceFa
     return from_rows(rows, floor, device, measured["card"])
 
 
+def timed(
+    candidate: Candidate,
+    floor: float,
+    sequences: Sequence[tuple[int, int]],
+    facts: DeviceFacts,
+    registry: Registry,
+    causal: bool = True,
+) -> Expectation | None:
+    """The same where `msa-tiles tune` timed this very kernel at this very work; None where it did not.
+
+    Of workloads that differ in values alone it is the longest.
+    """
+    cell, specs = candidate.cell, _specs()
+    if facts.target != cell.target or candidate.variant != dict(cell.ci[0]):
+        return None
+    operator, device, here = specs.operators[cell.op], _device(specs, facts), list(sequences)
+    workloads = {workload.label: workload for workload in operator.bench}
+    found: list[Expectation] = []
+    for figure in tuned.figures_of(*registry.directories):
+        workload = workloads.get(figure.workload)
+        if figure.op != cell.op or figure.target != cell.target or not figure.fresh(cell) or workload is None:
+            continue
+        if list(workload.sequences) != here or workload.parameters.get("causal", True) != causal:
+            continue
+        work = work_of(operator, workload, specs.precisions[cell.precision], operator.m3, cell.entry["compute"])
+        if math.isclose(work.floor_ms(device), floor, rel_tol=1e-6):
+            own = work.floor_ms(_device(specs, facts, figure.card))
+            ms = figure.ms[cell.id] * floor / own
+            found.append(Expectation(floor, device.name, ms, None, 1, figure.card, workload.label))
+    return max(found, key=lambda each: each.ms or 0, default=None)
+
+
 def from_rows(rows: Sequence[Pair], floor: float, device: str, card: str) -> Expectation:
     """The floor times the ratio at the nearest floor measured, and how far such answers are off for the rows."""
     if not rows:
@@ -103,10 +138,10 @@ def _dims(operator: Operator, sizes: Mapping[str, Sequence[int]]) -> dict[str, i
     return dims
 
 
-def _device(specs: Specs, facts: DeviceFacts) -> Device:
-    """The device of the target whose name the card's contains, or the target's usual one."""
+def _device(specs: Specs, facts: DeviceFacts, card: str = "") -> Device:
+    """The device of the target whose name that of a card contains, by default that of the facts; or the usual one."""
     target = specs.targets[facts.target or ""]
-    fitting = [device for device in target.devices.values() if device.name in facts.name]
+    fitting = [device for device in target.devices.values() if device.name in (card or facts.name)]
     return max(fitting, key=lambda device: len(device.name), default=target.devices[target.default_device])
 
 

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def explain(
     of its own.
 
     Raises what the call would raise for wrong arguments, TypeError for something that is no operator, ValueError for a
-    device that no spec knows. That no kernel serves the call is no error: see `Explanation.served`.
+    device that no spec knows, and PackError for a damaged pack. That no kernel serves the call is no error: see `Explanation.served`.
     """
     op = getattr(operator, "__name__", "")
     if op not in ops.__all__ or getattr(ops, op) is not operator or not inspect.isfunction(operator):
@@ -264,7 +264,7 @@ def _report(
         if sequences is not None:
             sizes = _sizes(bound, met)
             for entry in met.entries:
-                found = _expected(entry, sizes, sequences, facts, bound)
+                found = _expected(entry, sizes, sequences, facts, bound, registry)
                 if found is not None:
                     expected[id(entry)] = found
             notes += assumed
@@ -278,8 +278,8 @@ def _report(
     chosen = {entry.decision.chosen.cell.tree for entry in met.entries if entry.decision.chosen is not None}
     outdated = (tree for tree in registry.outdated if stopped or tree in chosen)
     notes += [f"Out of date: {trees.told_outdated(tree)}" for tree in outdated]
-    whole = _whole(op, met, expected, facts)
-    notes += _never_timed(met, (whole, *expected.values()))
+    whole = _whole(op, met, expected, facts, registry)
+    notes += _never_timed(met, expected, whole)
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     known = None if runs in (REFERENCE, BORROWED) else workspace
     return Explanation(op, str(facts), facts.target, runs, kernels, known, results, whole, tuple(notes))
@@ -311,6 +311,7 @@ def _expected(
     sequences: list[tuple[int, int]],
     facts: DeviceFacts,
     bound: Mapping[str, Any],
+    registry: Registry,
 ) -> Expectation | None:
     chosen, call = entry.decision.chosen, entry.decision.call
     if chosen is None or entry.launches == 0 or call.op in PARTIAL:
@@ -320,12 +321,21 @@ def _expected(
     known = {**sizes, **entry.sizes}
     dims = {**entry.numbers, **call.variant}
     floor = expect.floor_ms(call.op, chosen.cell.precision, compute, dims, known, sequences, facts, causal)
-    return None if not floor else expect.expectation(call.op, chosen.cell.precision, chosen.cell.dsl, floor, facts)
+    if not floor:
+        return None
+    # Rows are of calls, and no call is of a form of kernels.
+    found = expect.expectation(call.op, registry.called(chosen.cell.precision), chosen.cell.dsl, floor, facts)
+    own = None if found.ms is not None else expect.timed(chosen, floor, sequences, facts, registry, causal)
+    return own or found
 
 
-def _never_timed(met: _Met, told: Iterable[Expectation | None]) -> list[str]:
-    """Says of which kernels the times are not, where there are times: what was measured are the shipped ones."""
-    chosen = [entry.decision.chosen for entry in met.entries if entry.launches]
+def _never_timed(met: _Met, expected: Mapping[int, Expectation], whole: Expectation | None) -> list[str]:
+    """Says of which kernels the times are not, where there are times: most that was measured are the shipped ones."""
+    told = (whole, *expected.values())
+    of_others = [
+        entry for entry in met.entries if id(entry) not in expected or expected[id(entry)].workload is None
+    ]
+    chosen = [entry.decision.chosen for entry in of_others if entry.launches]
     own = dict.fromkeys(f"{each.cell.id} of {each.cell.tree}" for each in chosen if each and each.cell.tree is not None)
     if not own or all(each is None or each.ms is None for each in told):
         return []
@@ -333,7 +343,9 @@ def _never_timed(met: _Met, told: Iterable[Expectation | None]) -> list[str]:
     return [f"Times are estimates from what shipped kernels took: {', '.join(own)} {what}."]
 
 
-def _whole(op: str, met: _Met, expected: Mapping[int, Expectation], facts: DeviceFacts) -> Expectation | None:
+def _whole(
+    op: str, met: _Met, expected: Mapping[int, Expectation], facts: DeviceFacts, registry: Registry
+) -> Expectation | None:
     """Of the call: that of its operator, which holds for all of its kernels, or of those that it is made of."""
     of = {entry.decision.call.op: expected[id(entry)] for entry in met.entries if id(entry) in expected}
     if op in of:
@@ -347,7 +359,7 @@ def _whole(op: str, met: _Met, expected: Mapping[int, Expectation], facts: Devic
     if op in TIMED:
         cells = [entry.decision.chosen.cell for entry in met.entries if entry.launches and entry.decision.chosen]
         of_parts = [next(cell for cell in cells if cell.op == part) for part in WHOLES[op] if part in launched]
-        precision = "+".join(dict.fromkeys(cell.precision for cell in of_parts))
+        precision = "+".join(dict.fromkeys(registry.called(cell.precision) for cell in of_parts))
         timed = expect.expectation(op, precision, of_parts[-1].dsl, floor, facts)
         if timed.rows:
             return timed
@@ -392,8 +404,13 @@ def _launched(entry: _Entry, op: str, registry: Registry, expectation: Expectati
 
 
 def origin_of(candidate: Candidate, registry: Registry) -> tuple[str, str | None]:
-    """Where the kernel of a call comes from: "pack" and which, "cache", or "compile"."""
+    """Where the kernel of a call comes from: "pack" and which, "cache", or "compile".
+
+    Raises PackError for a kernel whose file in a pack, or the runtime library beside it, is not what was packed.
+    """
     if candidate.packed is not None:
+        for name in (candidate.packed.library.name, packs.RUNTIME):
+            candidate.packed.pack.checked(name)
         return "pack", str(candidate.packed.pack.directory)
     entry = find_compiled(candidate.cell, candidate.variant, registry.targets[candidate.cell.target].arch)
     return ("cache" if entry else "compile"), None

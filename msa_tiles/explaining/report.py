@@ -27,7 +27,8 @@ class Expectation:
     `ms` is the floor times the ratio that was measured at the nearest floor, of `rows` rows of the operator, in this
     precision and DSL, on `card`. `within` is the largest factor by which such an expectation misses one of these rows,
     where that row itself is left out; None where there are fewer than two. `ms` is None where nothing was measured, or
-    nothing of such a size.
+    nothing of such a size. Then, where `msa-tiles tune` timed this very kernel at this very work, `ms` comes from that
+    figure, and `workload` says of what.
     """
 
     floor_ms: float
@@ -36,11 +37,14 @@ class Expectation:
     within: float | None = None
     rows: int = 0
     card: str | None = None
+    workload: str | None = None
 
     def __str__(self) -> str:
         floor = f"roofline {_time(self.floor_ms)} on {self.device}"
         if self.ms is None:
             return f"not measured{' at such a size' if self.rows else ''}; {floor}"
+        if self.workload is not None:
+            return f"about {_time(self.ms)} ({floor}; timed as {self.workload} on {self.card})"
         text = f"about {_time(self.ms)} ({floor}; {counted(self.rows, 'row')} measured on {self.card}"
         return f"{text}, each met within a factor of {self.within:.3g})" if self.within is not None else f"{text})"
 

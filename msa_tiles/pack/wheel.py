@@ -38,6 +38,14 @@ def file_name() -> str:
     return f"msa_tiles-{__version__}-py3-none-{_PLATFORM}.whl"
 
 
+def check(out: Path) -> None:
+    """Raise PackingError outside a checkout, and for another name than a wheel's."""
+    if not (paths.PACKAGE.parent / "pyproject.toml").is_file():
+        raise PackingError("a wheel is built in a checkout; elsewhere, name a directory")
+    if out.name != file_name():
+        raise PackingError(f"{out.name} is no name that pip reads: call it {file_name()}")
+
+
 def build(
     jobs: Iterable[Job], target: Target, out: Path, *, workers: int = 1, cache: Cache | None = None
 ) -> Iterator[Job]:
@@ -46,10 +54,7 @@ def build(
     Raises PackingError for another name than a wheel's, outside a checkout, when a kernel cannot be packed or needs a
     newer glibc than the name says, and for a wheel of more than 60 MB.
     """
-    if out.name != file_name():
-        raise PackingError(f"{out.name} is no name that pip reads: call it {file_name()}")
-    if not (paths.PACKAGE.parent / "pyproject.toml").is_file():
-        raise PackingError("a wheel is built in a checkout; elsewhere, name a directory")
+    check(out)
     return _built(jobs, target, out, workers, cache)
 
 

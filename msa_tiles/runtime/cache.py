@@ -54,7 +54,7 @@ class CacheError(ToolError):
 
 
 def default_root() -> Path:
-    """`MSA_TILES_CACHE_DIR`, or `~/.cache/msa_tiles`.
+    """`MSA_TILES_CACHE_DIR`, or `~/.cache/msa_tiles` where the variable is not set or empty.
 
     Where there is no home directory that can be written to, a directory of this user's below the temporary one, which
     is said in a log record.

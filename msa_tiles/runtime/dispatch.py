@@ -192,7 +192,7 @@ def _made_for_another(cell: Cell, target: Target, registry: Registry) -> bool:
 
 def _not_compilable(cell: Cell, variant: Mapping[str, int]) -> str | None:
     """Why a kernel that no pack has cannot run here, or None."""
-    reason = toolchain.missing(cell.dsl)
+    reason = None if _elsewhere.get() else toolchain.missing(cell.dsl)
     return None if reason is None else "; ".join([reason, *packs.mismatches(cell, variant)])
 
 
@@ -215,6 +215,14 @@ def preferring(cell: Cell) -> AbstractContextManager[None]:
     Operators remember calls besides: see `msa_tiles.library.remember.forget_all`.
     """
     return held(_preferred, cell.id)
+
+
+_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("DSLs are taken to be installed", default=False)
+
+
+def as_if_installed() -> AbstractContextManager[None]:
+    """Decisions within the block are those of a machine that has both DSLs: for whoever asks, and runs nothing."""
+    return held(_elsewhere, True)
 
 
 _watching: list[list[Kernel]] = []

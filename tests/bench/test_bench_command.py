@@ -80,7 +80,11 @@ def test_gates_decide_the_exit_code(tmp_path, capsys, monkeypatch):
             "--precision q16k4m8: q16k4m8 is a form of kernels of q16k4, which no call chooses by name; --precision "
             "q16k4 times what calls run, and `msa-tiles tune --op decode_score --precision q16k4m8` times the forms",
         ),
-        (["--agreement", "--precision", "bf16,q16k4m8+q16kv8"], "; --precision q16k4+q16kv8 times what calls run"),
+        (["--precision", "bf16,q16k4m8+q16kv8"], "; --precision q16k4+q16kv8 times what calls run"),
+        (
+            ["--agreement", "--precision", "bf16,q16k4m8"],
+            "by name; it stores what q16k4 stores, and --agreement --precision q16k4 counts the blocks that are chosen",
+        ),
         (["--from", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
     ],
 )

@@ -555,6 +555,8 @@ class TestPlaces:
         for value, root in (("~/x", tmp_path / "x"), ("rel/x", tmp_path / "rel/x"), ("~", tmp_path)):
             monkeypatch.setenv("MSA_TILES_CACHE_DIR", value)
             assert default_root() == root
+        monkeypatch.setenv("MSA_TILES_CACHE_DIR", "")
+        assert default_root() == tmp_path / ".cache/msa_tiles", "as the README says of all variables"
         monkeypatch.setenv("MSA_TILES_CACHE_DIR", "~nobody_at_all/x")
         with pytest.raises(CacheError, match="'~nobody_at_all/x', and there is no such home directory"):
             default_root()
