@@ -174,7 +174,7 @@ def _form_note(op: str, form: str, called: str, registry: Registry) -> str:
 
     if (own := registry.of(op)) and not serving_cells(op, called, registry):
         raise ValueError(
-            f"--precision {form}: it is a form of kernels of {called}, and {op} has none of either, only of "
+            f"--precision {form}: {op} has no kernels of it, nor of {called}, of which it is a form, only of "
             f"{precisions_of(own)}"
         )
     if any(registry.select(part, precision=form) for part in parts_of(op)):

@@ -62,7 +62,8 @@ def explain(
     of its own.
 
     Raises what the call would raise for wrong arguments, TypeError for something that is no operator, ValueError for a
-    device that no spec knows, and PackError for a damaged pack. That no kernel serves the call is no error: see `Explanation.served`.
+    device that no spec knows, and PackError for a damaged pack. That no kernel serves the call is no error: see
+    `Explanation.served`.
     """
     op = getattr(operator, "__name__", "")
     if op not in ops.__all__ or getattr(ops, op) is not operator or not inspect.isfunction(operator):
@@ -332,9 +333,7 @@ def _expected(
 def _never_timed(met: _Met, expected: Mapping[int, Expectation], whole: Expectation | None) -> list[str]:
     """Says of which kernels the times are not, where there are times: most that was measured are the shipped ones."""
     told = (whole, *expected.values())
-    of_others = [
-        entry for entry in met.entries if id(entry) not in expected or expected[id(entry)].workload is None
-    ]
+    of_others = [entry for entry in met.entries if id(entry) not in expected or expected[id(entry)].workload is None]
     chosen = [entry.decision.chosen for entry in of_others if entry.launches]
     own = dict.fromkeys(f"{each.cell.id} of {each.cell.tree}" for each in chosen if each and each.cell.tree is not None)
     if not own or all(each is None or each.ms is None for each in told):

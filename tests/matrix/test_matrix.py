@@ -295,6 +295,17 @@ def test_costs_are_those_of_the_precisions_asked_for(quick, capsys, tmp_path) ->
     assert {cost["precision"] for cost in document["selection"] + document["values"]} == {"bf16"}
 
 
+def test_a_form_costs_what_the_precision_costs_that_stores_the_same(quick, capsys) -> None:
+    said = "q16k4m8 stores what q16k4 stores and only multiplies differently"
+    assert main(["matrix", "--precision", "q16k4m8"]) == 0
+    shown = capsys.readouterr().out
+    assert said in shown and "\nselection from" in shown and "\nq16k4 " in shown
+    assert main(["matrix", "--precision", "q16k4m8", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert {cost["precision"] for cost in json.loads(captured.out)["selection"]} == {"q16k4"} and said in captured.err
+    assert "how far off attention" not in captured.err, "nothing is announced that is not measured"
+
+
 def test_without_matplotlib_it_names_the_extra(quick, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("msa_tiles.demo.picture.available", lambda: False)
     assert main(["matrix", "--op", "combine", "--out", str(tmp_path)]) == 0

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import tvm_ffi  # noqa: F401, loaded before tests take its loader away
 
 import msa_tiles
-from msa_tiles import cli
+from msa_tiles import cli, paths
 from msa_tiles.pack import embedded, make, points
 from msa_tiles.pack.elf import ElfError, Library
 from msa_tiles.pack.embedded import EmbeddedError
@@ -33,6 +34,7 @@ from msa_tiles.sources import helpers_of, texts_of
 VARIANT = {"head_dim": 128}
 KERNEL = "combine.cutedsl.sm90.bf16-1.so"
 CUDA = torch.device("cuda", 0)
+PARTIAL = torch.empty(2, 8, 4, 128, dtype=torch.bfloat16, device="meta"), torch.empty(2, 8, 4, device="meta")
 
 
 @pytest.fixture
@@ -198,7 +200,12 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("file", ["runtime.so", KERNEL])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 def test_a_damaged_library_is_never_loaded(
-    write: Callable, cell: Cell, monkeypatch: pytest.MonkeyPatch, file: str, damage: Callable
+    write: Callable,
+    cell: Cell,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    damage: Callable,
 ) -> None:
     directory = write()
     packs.use(directory)
@@ -215,6 +222,10 @@ def test_a_damaged_library_is_never_loaded(
     assert loaded == []
     with pytest.raises(PackError, match=complaint):
         packs.use(directory)
+    assert cli.main(["explain", "combine", "--device", "sm90", "--backend", "cutedsl"]) == 2
+    assert re.search(complaint, capsys.readouterr().err)
+    with pytest.raises(PackError, match=complaint):
+        msa_tiles.explain(msa_tiles.ops.combine, *PARTIAL, device="sm90", backend="cutedsl")
     monkeypatch.setenv(packs.VARIABLE, str(directory / "nowhere"))
     with pytest.raises(PackError, match=rf"^{packs.VARIABLE}: \S+nowhere is no pack"):
         packs.active()
@@ -313,6 +324,18 @@ def test_what_belongs_to_another_user_is_not_loaded(write: Callable) -> None:
     os.chown(directory / "manifest.json", 12345, -1)
     with pytest.raises(PackError, match=r"belongs to user 12345, .*, and a pack is code"):
         packs.use(directory)
+
+
+def test_a_wheel_outside_a_checkout_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: f"{dsl} is not installed")
+    arguments = ["pack", "--target", "sm90", "--out", str(tmp_path / "p1.whl")]
+    assert cli.main(arguments) == 2
+    assert "p1.whl is no name that pip reads" in capsys.readouterr().err
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "site-packages/msa_tiles")
+    assert cli.main(arguments) == 2
+    assert "a wheel is built in a checkout; elsewhere, name a directory" in capsys.readouterr().err
 
 
 def test_packs_are_for_one_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,27 @@ def test_every_command_says_which_target_serves_a_card(command: list[str], capsy
     assert "no target serves a GPU of compute capability 8.9" in complaint(capsys, *command, "l40s")
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (["support", "--device", "sm90"], "--device sm90; support has --target in place of --device\n"),
+        (["matrix", "--device=sm90"], "--device=sm90; matrix has --target in place of --device\n"),
+        (["explain", "combine", "--target", "sm90"], "; explain has --device in place of --target\n"),
+        (["bench", "--dsl", "tilelang"], "; bench has --backend in place of --dsl\n"),
+        (["tune", "--backend", "tilelang"], "; tune has --dsl in place of --backend\n"),
+        (["bench", "--target", "sm90"], "; bench has --device in place of --target\n"),
+        (["support", "--nothing"], "unrecognized arguments: --nothing\n"),
+    ],
+)
+def test_an_option_of_another_command_is_told_what_it_is_called(
+    command: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(command)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def parsers() -> dict[str, argparse.ArgumentParser]:
     subparsers = argparse.ArgumentParser().add_subparsers()
     for command in cli.COMMANDS:

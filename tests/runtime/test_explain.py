@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from msa_tiles import cli, ops
+from msa_tiles import cli, ops, trees
 from msa_tiles.explaining import explain as rehearse
 from msa_tiles.explaining import rehearsal
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.paths import specs_dir
-from msa_tiles.runtime import evidence
+from msa_tiles.runtime import dispatch, evidence, toolchain, tuned
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import PARTS, jobs_for
 from msa_tiles.runtime.registry import Precision, Registry, default_registry
@@ -138,6 +139,87 @@ def test_what_is_compiled_for_a_form_that_is_named_is_the_form(form: str) -> Non
         jobs_for(f"{cell.op},precision={form},pages_per_block=3", WITH_FORMS, cell.target)
 
 
+def test_rows_of_calls_are_found_for_the_form_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    [form] = REGISTRY.select(op="decode_score", precision="q16k4m8")
+    rows = {"decode_score q16k4 cutedsl": [[0.06, 0.09]], "msa_decode q16k4+q16kv8 cutedsl": [[0.08, 0.1]]}
+    measured = {"card": "a card", "target": form.target, "rows": rows}
+    monkeypatch.setattr(rehearsal.expect, "_measured", lambda: measured)
+    for op in ("decode_score", "msa_decode"):
+        call = call_of(op, {}, Pair("q16k4", "q16kv8"), 1, 1 << 17, 32, REGISTRY)
+        with dispatch.preferring(form):
+            told = rehearse(getattr(ops, op), **call, device="H200")
+        assert form.id in [kernel.cell for kernel in told.kernels]
+        assert told.expectation is not None and told.expectation.ms is not None
+        assert "; 1 row measured on a card)" in str(told.expectation)
+
+
+@pytest.mark.parametrize("device", ["H200", "H100"])
+def test_a_figure_of_this_very_call_stands_in_where_there_are_no_rows(device: str) -> None:
+    [figure] = [
+        each
+        for each in tuned.figures_of(*REGISTRY.directories)
+        if (each.op, each.target, each.precision, each.workload) == ("decode_score", "sm90", "q16k4", "decode_128k_b1")
+    ]
+    for keys, pages, is_it in ((1 << 17, 0, True), (1 << 17, 1, False), ((1 << 17) - 128, 0, False)):
+        call = call_of("decode_score", {"pages_per_block": pages}, Pair("q16k4", "q16k4"), 1, keys, 1, REGISTRY)
+        told = rehearse(ops.decode_score, **call, device=device)
+        assert told.expectation is not None and (told.expectation.ms is not None) == is_it
+        assert (f"timed as decode_128k_b1 on {figure.card})" in str(told)) == is_it
+        if is_it:
+            cell = told.kernels[0].cell
+            assert cell is not None and told.expectation.ms is not None
+            ratio = told.expectation.ms / figure.ms[cell]
+            assert ratio == pytest.approx(1) if device in figure.card else ratio > 1.2
+
+
+def test_a_figure_of_another_digest_is_of_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of("decode_score", {}, Pair("q16k4", "q16k4"), 1, 1 << 17, 1, REGISTRY)
+    monkeypatch.setattr(tuned.Figure, "fresh", lambda *_: False)
+    told = rehearse(ops.decode_score, **call, device="H200").expectation
+    assert told is not None and told.ms is None
+
+
+def test_the_tree_of_the_readme_keeps_calls_from_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (specs_dir().parent / "README.md").read_text(encoding="utf-8")
+    [block] = [text for text in re.findall(r"```py\n(.*?)```", readme, re.S) if "tuned.json" in text]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {})
+    for keys in (1 << 14, 1 << 17, 1 << 20):
+        call = call_of("decode_score", {}, Pair("q16k4", "q16k4"), 1, keys, 1, REGISTRY)
+        with trees.use(tmp_path / "without_q16k4m8"):
+            told = rehearse(ops.decode_score, **call, device="sm90", backend="cutedsl")
+        assert told.kernels[0].cell == "decode_score.cutedsl.sm90.q16k4"
+        form = next(each for each in told.kernels[0].asked if ".q16k4m8." in each.cell)
+        assert form.refusal is None and form.why_not is not None and "has no figure" in form.why_not
+
+
+def test_an_operator_that_has_kernels_of_neither_a_form_nor_its_precision_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, text = explain(capsys, "append_kv", "--device", "sm90", "--precision", "q16k4m8")
+    assert (status, len(text.splitlines())) == (2, 1)
+    assert (
+        "--precision q16k4m8: append_kv has no kernels of it, nor of q16k4, of which it is a form, only of bf16" in text
+    )
+
+
+@pytest.mark.parametrize("sizes", [(), ("--queries", "4096")])
+def test_an_answer_for_another_machine_may_be_that_of_one_with_both_dsls(
+    sizes: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("combine", "--device", "H100", *sizes)
+    whole = explain(capsys, *arguments)
+    assert whole[0] == 0 and "--as-if-installed" not in whole[1]
+    monkeypatch.setattr(toolchain, "missing", lambda dsl: f"{dsl} is not installed")
+    status, text = explain(capsys, *arguments)
+    assert status == 1 and "No kernel serves this call" in text and "installed: tilelang, cutedsl; --as-if-in" in text
+    status, text = explain(capsys, *arguments, "--as-if-installed")
+    assert status == 0 and "is not installed" not in text and "--as-if-installed" not in text
+    runs = next(cell.id for cell in REGISTRY.of("combine") if f"Runs {cell.id}," in whole[1] or f"\n{cell.id} " in text)
+    assert runs in text
+    assert explain(capsys, *arguments)[0] == 1, "and what follows is of this machine again"
+
+
 def test_a_form_is_not_compiled_in_the_place_of_what_calls_run() -> None:
     """That of a pair is honoured in its half; a group is of calls."""
     assert FORMS.keys() == {"q16k4m8", "q16kv8m8"}
@@ -247,7 +329,8 @@ def test_every_precision_is_served_or_refused_with_those_that_are(
         assert sized == 0
     else:
         assert f"{op} has kernels of bf16" in text or f"{op} has no kernels of it" in text
-        assert sized == 2 and f"--precision {REGISTRY.called(precision)}: {op} has no kernels of it" in text_of_sizes
+        named = precision if REGISTRY.of(op) else REGISTRY.called(precision)
+        assert sized == 2 and f"--precision {named}: {op} has no kernels of it" in text_of_sizes
 
 
 @pytest.mark.parametrize(
