@@ -98,17 +98,21 @@ def build_k2q_csr(
     """A selection inverted: for every block the queries that selected it, ``(row_ptr, q_indices)``.
 
     ``q2k_indices`` int32 [Hkv, T, k], blocks of the query's own request, -1 for none; ``cu_seqlens_q``,
-    ``cu_seqlens_k`` int32 [B + 1]; ``kv_block_size`` tokens of a block; ``total_k`` keys of all requests, and at most
-    ``max_seqlen_k`` (default: ``total_k``) of one. Rows are the first blocks of all requests,
-    then the second ones, and so on; row r of a head has ``q_indices[head, row_ptr[head, r] : row_ptr[head, r + 1]]``,
-    numbers of queries in their request, ascending. row_ptr int32 [Hkv, total_rows + 1], q_indices int32 [Hkv, T * k],
-    -1 behind the last. Without ``total_rows`` there are rows for as many blocks as there may be, empty ones last.
+    ``cu_seqlens_k`` int32 [B + 1]; ``kv_block_size`` tokens of a block; ``total_k`` keys of all requests, which must be
+    given, as there, though the signature has None (nothing is read to the host), and at most ``max_seqlen_k`` (default:
+    ``total_k``) of one. Rows are the first blocks of all requests, then the second ones, and so on; row r of a head has
+    ``q_indices[head, row_ptr[head, r] : row_ptr[head, r + 1]]``, numbers of queries in their request, ascending.
+    row_ptr int32 [Hkv, total_rows + 1], q_indices int32 [Hkv, T * k], -1 behind the last. Without ``total_rows`` there
+    are rows for as many blocks as there may be, empty ones last.
 
     With ``return_schedule`` a third part, None: `sparse_atten_func` makes its own. ``max_seqlen_q`` and
     ``qhead_per_kv`` have no effect. Raises ``ValueError`` or ``TypeError`` for what does not fit.
     """
     if total_k is None:
-        raise ValueError("total_k: got None; wanted the number of keys of all requests")
+        raise ValueError(
+            "total_k: got None; wanted the number of keys of all requests, such as k.shape[0] of flat keys: "
+            "cu_seqlens_k is not read to the host"
+        )
     if q2k_indices.dtype != torch.int32 or q2k_indices.dim() != 3:
         came = f"{q2k_indices.dtype} {list(q2k_indices.shape)}"
         raise ValueError(f"q2k_indices: got {came}; wanted int32 [Hkv, T, k]")

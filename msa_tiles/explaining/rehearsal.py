@@ -30,19 +30,19 @@ from msa_tiles.explaining.report import (
     Expectation,
     Explanation,
     Launched,
+    rounded_copy,
     widening,
 )
 from msa_tiles.explaining.sequences import sequences_of
 from msa_tiles.library import registration
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.quant import GROUPS, QuantizedTensor
 from msa_tiles.runtime import packs
 from msa_tiles.runtime.accuracy import accuracies_of
 from msa_tiles.runtime.compiler import find_compiled
 from msa_tiles.runtime.dispatch import Candidate, Decision, meeting
-from msa_tiles.runtime.facts import DeviceFacts, card_facts, device_facts, standing_for, target_facts
-from msa_tiles.runtime.parts import WHOLES
+from msa_tiles.runtime.facts import DeviceFacts, facts_of, standing_for, target_facts
+from msa_tiles.runtime.parts import COPIER, WHOLES
 from msa_tiles.runtime.registry import Registry, default_registry
-from msa_tiles.spec.cards import unknown_device
 
 # Those that were timed as a whole, with the roofline of just these.
 TIMED = ("msa_decode",)
@@ -99,27 +99,13 @@ def _where(
     device: str | torch.device | None, given: list[Tensor], registry: Registry
 ) -> tuple[torch.device, DeviceFacts]:
     """The device that the tensors are taken to lie on, and its facts."""
-    targets = registry.targets
     if device is None:
         own = given[0].device if given else torch.device("cpu")
         usual = collections.Counter(cell.target for cell in registry.cells).most_common(1)[0][0]
         if own.type != "cuda":
-            return torch.device("cuda", 0), target_facts(targets[usual])
+            return torch.device("cuda", 0), target_facts(registry.targets[usual])
         device = own
-    if str(device) in targets:
-        return torch.device("cuda", 0), target_facts(targets[str(device)])
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        if (card := card_facts(str(device))) is not None:
-            return torch.device("cuda", 0), card
-        raise ValueError(unknown_device("device", str(device), targets)) from None
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", 0)
-    try:
-        return place, device_facts(place, targets.values())
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device} is not here ({error}); a target needs none: {', '.join(targets)}") from error
+    return facts_of(device)
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -273,6 +259,7 @@ def _report(
         notes.append(
             "batch_invariant: the bits of a row depend on nothing else in the batch; calls without it were timed."
         )
+    notes += _of_copy(op, bound, met, registry)
     if any(entry.stopped for entry in met.entries) and (remedy := _remedy(op, met, facts, registry)):
         notes.append(remedy)
     stopped = any(entry.stopped for entry in met.entries)
@@ -284,6 +271,17 @@ def _report(
     kernels = tuple(_launched(entry, op, registry, expected.get(id(entry))) for entry in met.entries)
     known = None if runs in (REFERENCE, BORROWED) else workspace
     return Explanation(op, str(facts), facts.target, runs, kernels, known, results, whole, tuple(notes))
+
+
+def _of_copy(op: str, bound: Mapping[str, Any], met: _Met, registry: Registry) -> list[str]:
+    """Says where the call attends to a copy into which scales are rounded."""
+    copies = [entry.decision.call for entry in met.entries if entry.decision.call.op == COPIER and entry.launches]
+    if op == COPIER or not copies:
+        return []
+    stored = registry.precisions[copies[0].precision].formats["key_value"]
+    # Elements of 4 bits times the scales of their groups are exact in bfloat16.
+    outer = [getattr(bound[name], "global_scale", None) for name in ("k", "v")]
+    return [] if stored in GROUPS and outer == [None, None] else [rounded_copy(stored)]
 
 
 def _remedy(op: str, met: _Met, facts: DeviceFacts, registry: Registry) -> str:

@@ -26,7 +26,7 @@ from msa_tiles.launch import index, lookup, operands, places, workspaces
 from msa_tiles.launch.index import AppliedScales, applied_scales
 from msa_tiles.launch.places import Place
 from msa_tiles.runtime import CallFacts
-from msa_tiles.runtime.facts import multiprocessors, stands_for_another
+from msa_tiles.runtime.facts import facts_of, multiprocessors, standing_for, stands_for_another
 
 LOG2_E = math.log2(math.e)
 
@@ -228,6 +228,26 @@ def step_bytes(
     splits = splits_for(q, num_kv_heads, topk, bound, batch_invariant)
     scores = 4 * idx_q.shape[1] * q.shape[0] * num_blocks
     return -(-scores // PART) * PART, splits * split_bytes(*q.shape) if splits > 1 else 0
+
+
+def bytes_on(
+    device: str | torch.device | None,
+    q: Tensor,
+    idx_q: Tensor,
+    topk: int,
+    num_kv_heads: int,
+    num_blocks: int,
+    batch_invariant: bool,
+) -> int:
+    """The bytes of `step_bytes` on a device by its name, or that of q; 0 of one that runs no kernels."""
+    if q.numel() == 0:
+        return 0
+    parts = q, idx_q, topk, num_kv_heads, num_blocks, batch_invariant
+    if device is None:
+        return sum(step_bytes(*parts))
+    place, facts = facts_of(device)
+    with standing_for(facts):
+        return sum(step_bytes(*parts)) if place.type == "cuda" else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,9 @@ from msa_tiles import ops
 from msa_tiles.call import validate
 from msa_tiles.nn.parts import HeadNorm, rotate
 
+# What autocast casts.
+CAST = {torch.float32, torch.float16, torch.bfloat16}
+
 
 class AttentionOutput(NamedTuple):
     """``hidden`` like the layer's input; ``kl`` a scalar or None; ``block_indices`` int32 [Hkv, T, topk] or None."""
@@ -115,16 +118,19 @@ class MiniMaxSparseAttention(nn.Module):
     ) -> AttentionOutput:
         """Causal self-attention over ``hidden`` [T, hidden_size], or [B, S, hidden_size] for sequences of one length.
 
-        ``cu_seqlens`` int32 [B + 1] packs sequences in the first form; ``max_seqlen`` bounds their lengths on the host.
-        ``return_kl`` defaults to ``self.training``. ``token_weights`` float32 [T] (or [B, S]) weigh the loss as in
-        `ops.index_kl`. With ``return_block_indices`` the selection comes along, in warm-up the one that the index
-        branch would make.
+        ``hidden`` is of the dtype of the weights, or autocast is on. ``cu_seqlens`` int32 [B + 1] packs sequences in
+        the first form; ``max_seqlen`` bounds their lengths on the host. Rows behind its last element are padding: their
+        output is 0 and they add nothing to the loss, but the mean is over all T (or B * S) tokens. ``return_kl``
+        defaults to ``self.training``. ``token_weights`` float32 [T] (or [B, S]) weigh the loss as in `ops.index_kl`,
+        which says how they make a mean over some of the tokens. With ``return_block_indices`` the selection comes
+        along, in warm-up the one that the index branch would make.
         """
         shape = hidden.shape
         if hidden.dim() not in (2, 3):
             raise ValueError(f"hidden: got {hidden.dim()} dimensions; wanted [T, hidden_size] or [B, S, hidden_size]")
         if shape[-1] != self.q_proj.in_features:
             validate.refuse("hidden", f"hidden size {shape[-1]}", str(self.q_proj.in_features))
+        self._check_dtype(hidden)
         if token_weights is not None:
             # Flattened, weights [S, B] would pass for [B, S].
             dims = "[T]" if hidden.dim() == 2 else "[B, S]"
@@ -160,7 +166,20 @@ class MiniMaxSparseAttention(nn.Module):
 
     def queries_and_keys(self, hidden: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q [T, Hq, D] and k [Tk, Hkv, D] of the main branch for ``hidden`` [T, hidden_size], to look at attention."""
+        self._check_dtype(hidden)
         return self._main_branch(hidden, _positions(hidden.shape[0], cu_seqlens, hidden.device))
+
+    def _check_dtype(self, hidden: Tensor) -> None:
+        """The input's is that of the weights, or autocast makes them alike."""
+        wanted = self.q_proj.weight.dtype
+        # Layers in the place of a projection may keep weights of other kinds, and say themselves what they take.
+        if hidden.dtype == wanted or not wanted.is_floating_point:
+            return
+        kind = hidden.device.type
+        if not hidden.is_meta and torch.is_autocast_enabled(kind) and {hidden.dtype, wanted} <= CAST:
+            return
+        came = f"dtype {hidden.dtype}"
+        validate.refuse_type("hidden", came, f"{wanted} like the layer's weights, or a call under torch.autocast")
 
     def _main_branch(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         q = self._heads(self.q_proj(hidden), self.head_dim, self.q_norm, positions)

@@ -3,7 +3,9 @@
 Operators over requests take the same keyword arguments that say where things are:
 
 - ``cu_seqlens_q``, ``cu_seqlens_k`` int32 [B + 1]: requests packed one after another. Without them the tensors are one
-  sequence.
+  sequence. They may end before T and Tk: what lies behind is of no request, such as padding to the size of a captured
+  graph. Queries there get out 0, LSE and scores -inf, ids -1 and loss 0 (`index_kl` still divides by T), keys are not
+  read, and ``check=True`` accepts both.
 - ``page_table`` int32 [B, max_pages] and ``seqused_k`` int32 [B]: paged keys, and how many keys a request has; the
   latter also with flat keys.
 - ``max_seqlen_q``, ``max_seqlen_k``: upper bounds known to the host; ``max_seqlen_k`` counts positions, so it includes

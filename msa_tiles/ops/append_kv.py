@@ -32,11 +32,13 @@ def append_kv(
     or not in the cache, is skipped. Slots are distinct: where two tokens have one, it holds pieces of either.
 
     Caches are bfloat16 (on the reference also float32 and float64), or torch.float8_e4m3fn, with the scales that
-    attention reads, ``k_scale`` and ``v_scale``, both of one kind. Given ones, float32 [] or [Hkv], are above 0: stored
-    is value / scale. Ones of each token and head, float32 [pages, Hkv, page] (of a pool [slots, Hkv]; any strides), are
-    computed as `msa_tiles.quant.quantize_fp8` has it, and written beside the rows. Values are rounded once from what
-    ``k`` and ``v`` hold, to nearest even, and what exceeds e4m3's range becomes its largest number; NaN stays NaN.
-    ``format`` ("bf16" or "e4m3") names what a cache stores, which lets an e4m3 one come as bytes (torch.uint8).
+    attention reads, ``k_scale`` and ``v_scale``, both of one kind. Given ones, float32 [] or [Hkv], are finite and
+    above 0, which nobody checks, as they lie on the device: stored is value / scale, so that a scale of 0 leaves the
+    largest number with the value's sign, and NaN for 0. Ones of each token and head, float32 [pages, Hkv, page] (of a
+    pool [slots, Hkv]; any strides), are computed as `msa_tiles.quant.quantize_fp8` has it, and written beside the rows.
+    Values are rounded once from what ``k`` and ``v`` hold, to nearest even, and what exceeds e4m3's range becomes its
+    largest number; NaN stays NaN. ``format`` ("bf16" or "e4m3") names what a cache stores, which lets an e4m3 one come
+    as bytes (torch.uint8).
 
     4-bit caches are a `QuantizedTensor` of nvfp4 or mxfp4 each, such as `msa_tiles.quant.vllm_pages` views, of linear
     or interleaved scales: those of groups are computed as `quantize_nvfp4` and `quantize_mxfp4` have it, and written;

@@ -120,6 +120,7 @@ def decode_workspace_bytes(
     max_seqlen_k: int = 0,
     block_size: int = 128,
     batch_invariant: bool = False,
+    device: str | torch.device | None = None,
 ) -> int:
     """Bytes of the ``workspace`` of a decode call on CUDA tensors of these shapes; 0 where it needs none.
 
@@ -127,6 +128,10 @@ def decode_workspace_bytes(
     `sparse_decode` ``q`` [T, Hq, D] is enough besides; for `msa_decode` also ``idx_q`` [T, Hi, Di] and
     ``max_seqlen_k``, the bound that the call gives (without one: the rows of flat keys, or max_pages times the page
     size). ``batch_invariant`` is the call's.
+
+    ``device`` is where the call will run, as `msa_tiles.explain` takes it: a target such as ``"sm90"``, a card such as
+    ``"H100"``, or a torch device; None: that of ``q``. GPUs of other sizes need other workspaces. CPU tensors need
+    none, and tensors on the meta device must come with a ``device``. Raises ValueError for one that nobody knows.
     """
     validate.floating("q", q, "[T, Hq, D]", further=(FP8,))
     topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)
@@ -136,11 +141,17 @@ def decode_workspace_bytes(
     validate.integer("num_kv_heads", num_kv_heads, 1)
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
-    if not backends.has_kernels(q.device) or q.numel() == 0:
+    if device is not None and not isinstance(device, str | torch.device):
+        validate.refuse_type("device", type(device).__name__, "a name, a torch.device or None")
+    if device is None and q.is_meta and not backends.rehearsed():
+        validate.refuse(
+            "device", "None for tensors on meta", "where the call will run, such as 'sm90', 'cuda' or 'cpu'"
+        )
+    if device is None and not backends.has_kernels(q.device):
         return 0
     like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
     num_blocks = 0 if idx_q is None else -(-max_seqlen_k // block_size)
-    return sum(decode.step_bytes(q, like, topk, num_kv_heads, num_blocks, batch_invariant))
+    return decode.bytes_on(device, q, like, topk, num_kv_heads, num_blocks, batch_invariant)
 
 
 def _allocate(call: StepCall) -> tuple[Tensor, ...]:

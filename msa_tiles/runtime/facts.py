@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from msa_tiles import readable
-from msa_tiles.runtime.registry import Target
+from msa_tiles.runtime.registry import Target, default_registry
 from msa_tiles.scoped import held
-from msa_tiles.spec.cards import card_of
+from msa_tiles.spec.cards import card_of, unknown_device
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,25 @@ def card_facts(name: str) -> DeviceFacts | None:
 def target_facts(target: Target) -> DeviceFacts:
     """Facts of a GPU family's usual product, for questions asked without that GPU."""
     return DeviceFacts(target.default_device, target.name, target.sm_count, target.capability)
+
+
+def facts_of(device: str | torch.device) -> tuple[torch.device, DeviceFacts]:
+    """What somebody names a device by, and its facts: a target, a card, or what torch calls it.
+
+    Raises ValueError for a name that means none, and for a device that is not here.
+    """
+    targets = default_registry().targets
+    if str(device) in targets:
+        return torch.device("cuda", 0), target_facts(targets[str(device)])
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        if (card := card_facts(str(device))) is not None:
+            return torch.device("cuda", 0), card
+        raise ValueError(unknown_device("device", str(device), targets)) from None
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", 0)
+    try:
+        return place, device_facts(place, targets.values())
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device} is not here ({error}); a target needs none: {', '.join(targets)}") from error

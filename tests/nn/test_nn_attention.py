@@ -131,6 +131,22 @@ def test_packed_sequences_are_sequences_of_their_own(warmup):
     assert torch.equal(whole.block_indices, torch.cat([first.block_indices, last.block_indices], 1))
 
 
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+def test_rows_behind_the_last_sequence_are_padding(warmup):
+    """They give 0 and add nothing, but count in the mean of the loss, which weights mend."""
+    layer, hidden = layer_of(warmup), hidden_of()
+    wanted = layer(hidden[:24], cu_seqlens=packed((11, 13)))
+    padded = hidden.clone()
+    padded[24:] = torch.nan
+    found = layer(padded, cu_seqlens=packed((11, 13)))
+    close(found.hidden[:24], wanted.hidden, terms=TERMS)
+    assert not found.hidden[24:].any()
+    close(found.kl, wanted.kl * 24 / 32, terms=TERMS)
+    weights = torch.zeros(32)
+    weights[:24] = 32 / 24
+    close(layer(padded, cu_seqlens=packed((11, 13)), token_weights=weights).kl, wanted.kl, terms=TERMS)
+
+
 def test_a_batch_is_packed_sequences():
     layer, hidden = layer_of(), hidden_of(30)
     weights = torch.rand(30)
@@ -277,6 +293,16 @@ def test_wrong_calls():
         layer(torch.zeros(2, 3, 20), token_weights=torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"^hidden: got hidden size 19; wanted 20"):
         layer(torch.zeros(6, 19))
+    for wrong in (torch.bfloat16, torch.float16, torch.float64, torch.int64):
+        message = f"^hidden: got dtype {wrong}; wanted torch.float32 like the layer's weights, or a call under torch"
+        with pytest.raises(TypeError, match=message):
+            layer(torch.zeros(6, 20, dtype=wrong))
+        with pytest.raises(TypeError, match=message):
+            layer.queries_and_keys(torch.zeros(6, 20, dtype=wrong))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.zeros(6, 20, dtype=torch.bfloat16)).hidden.dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"^hidden: got dtype torch.float64; wanted torch.float32"):
+            layer(torch.zeros(6, 20, dtype=torch.float64))
     for kind, wrong in (
         (TypeError, [0, 6]),
         (TypeError, torch.tensor([0, 6])),

@@ -126,6 +126,16 @@ def test_what_e4m3_cannot_hold_is_its_largest() -> None:
     assert cache.float()[0, 1].isnan().all()
 
 
+def test_a_scale_of_zero_leaves_the_largest_numbers() -> None:
+    """Given scales are on the device, where nobody looks whether they are above 0."""
+    cache = torch.zeros(1, 1, 4, 4).to(FP8)
+    row = torch.tensor([[[1.0, -1.0, 0.0, torch.nan]]])
+    one = {"k_scale": torch.zeros(()), "v_scale": torch.ones(())}
+    ops.append_kv(row, row, cache, cache.clone(), torch.tensor([1]), **one)
+    wanted = torch.tensor([448.0, -448.0, torch.nan, torch.nan])
+    torch.testing.assert_close(cache[0, 0, 1].float(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_float32_rows_are_rounded_once() -> None:
     """1 + 2**-4 + 2**-12 lies above the middle of two numbers of e4m3; bfloat16 would lay it on the middle first."""
     cache = torch.zeros(1, 1, 64).to(FP8)

@@ -34,6 +34,30 @@ def test_valid_calls_pass(op):
         torch.testing.assert_close(OPERATORS[op](**paged(op), check=True), OPERATORS[op](**paged(op)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("op", [name for name in WITH_LENGTHS if name != "build_schedule"])
+def test_rows_behind_the_last_request_are_padding(op):
+    """As of a captured graph: of no request, and nothing is said of them; queries get what sees nothing gets."""
+    arguments = call(op) | {"cu_seqlens_q": int32(0, 5, 5, 8)}
+    queries = [name for name in ("q", "idx_q") if name in arguments]
+    short = arguments | {name: arguments[name][:8] for name in queries}
+    for name in ("score", "block_indices"):
+        if name in arguments:
+            short[name] = arguments[name][:, :8]
+    for name in queries:
+        arguments[name] = arguments[name].clone()
+        arguments[name][8:] = torch.nan
+    lse = {"return_lse": True} if op in (*ATTENTION, "msa_decode") else {}
+    found, wanted = (OPERATORS[op](**given, **lse, check=True) for given in (arguments, short))
+    if lse:
+        (out, found_lse), (wanted_out, wanted_lse) = found, wanted
+        torch.testing.assert_close(out[:8], wanted_out, rtol=0, atol=0)
+        torch.testing.assert_close(found_lse[:8], wanted_lse, rtol=0, atol=0)
+        assert not out[8:].any() and (found_lse[8:] == -torch.inf).all()
+    else:
+        torch.testing.assert_close(found[:, :8], wanted, rtol=0, atol=0)
+        assert (found[:, 8:] == (-torch.inf if op in SCORERS else -1)).all()
+
+
 @pytest.mark.parametrize("op", WITH_LENGTHS)
 def test_lengths(op):
     refused(op, {"cu_seqlens_q": int32(0, 7, 5, 11)}, "cu_seqlens_q: got 5 after 7; wanted sorted values")

@@ -11,7 +11,7 @@ from ops.decode_stand_ins import SMS
 from rounding import close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from msa_tiles import ops
+from msa_tiles import explain, ops
 from msa_tiles.call import step
 from msa_tiles.call.where import Where
 from msa_tiles.launch import decode, places
@@ -235,6 +235,33 @@ def test_workspace_bytes_of_cuda_tensors(monkeypatch):
         many = torch.empty(512, 64, 128, device="cuda", dtype=BF16)
         assert ops.decode_workspace_bytes(many, 16, 4) == 0, "many rows are not split"
         assert ops.decode_workspace_bytes(torch.empty(0, 64, 128, device="cuda", dtype=BF16), 16, 4) == 0
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_workspace_bytes_are_planned_without_a_gpu(place):
+    """What calls on that device need, to the byte: `explain` refuses one less."""
+    q, idx_q = torch.empty(2, 64, 128, device=place, dtype=BF16), torch.empty(2, 4, 128, device=place, dtype=BF16)
+    keys, idx_k = (torch.empty(64, *shape, device=place, dtype=BF16) for shape in ((4, 128, 128), (128, 128)))
+    where = {
+        "page_table": torch.empty(2, 32, device=place, dtype=torch.int32),
+        "seqused_k": torch.empty(2, device=place, dtype=torch.int32),
+        "cu_seqlens_q": torch.empty(3, device=place, dtype=torch.int32),
+        "max_seqlen_k": 4096,
+    }
+    planned = {}
+    for device in ("sm90", "H200", "sm100"):
+        size = ops.decode_workspace_bytes(q, 16, 4, idx_q=idx_q, max_seqlen_k=4096, device=device)
+        planned[device] = size
+        assert ops.decode_workspace_bytes(q, 16, 4, device=device) < size
+    assert planned["sm90"] == planned["H200"] > 0, "as many multiprocessors"
+
+    def told(size):
+        workspace = torch.empty(size, device=place, dtype=torch.uint8)
+        return explain(ops.msa_decode, q, keys, keys, idx_q, idx_k, 16, **where, workspace=workspace, device="sm90")
+
+    assert told(planned["sm90"]).served
+    with pytest.raises(ValueError, match=f"workspace: got {planned['sm90'] - 1} bytes; wanted at least"):
+        told(planned["sm90"] - 1)
 
 
 class Fresh(TorchDispatchMode):

@@ -373,3 +373,8 @@ def test_workspace_bytes():
     refused("max_seqlen_k: got -1; wanted at least 0", ValueError, q, 4, 2, max_seqlen_k=-1)
     refused("block_size: got 0; wanted at least 1", ValueError, q, 4, 2, block_size=0)
     assert ops.decode_workspace_bytes(q, 4, 2, idx_q=idx_q, max_seqlen_k=1000) == 0, "the reference needs none"
+    assert ops.decode_workspace_bytes(q, 4, 2, device="cpu") == 0
+    wanted = "wanted where the call will run, such as 'sm90', 'cuda' or 'cpu'"
+    refused(f"device: got None for tensors on meta; {wanted}", ValueError, q.to("meta"), 4, 2)
+    refused("device: got int; wanted a name, a torch.device or None", TypeError, q, 4, 2, device=0)
+    refused("device sm91 is unknown", ValueError, q, 4, 2, device="sm91")

@@ -20,7 +20,7 @@ from msa_tiles.call import backends
 from msa_tiles.explaining import expect, grids, rehearsal
 from msa_tiles.explaining.examples import call_of
 from msa_tiles.launch import attention, copied, dequantize, windows
-from msa_tiles.quant import QuantizedTensor
+from msa_tiles.quant import GROUPS, QuantizedTensor
 from msa_tiles.runtime.pairs import Pair
 from msa_tiles.runtime.parts import parts_of
 from msa_tiles.runtime.registry import default_registry
@@ -328,6 +328,30 @@ def test_quantised_tensors_find_their_kernels(copy: bool, monkeypatch: pytest.Mo
     assert found == (
         {"dequantize_kv": "q16kv8", "sparse_attention": "bf16"} if copy else {"sparse_attention": "q16kv8"}
     )
+
+
+@pytest.mark.parametrize(
+    ("format", "outer", "copy", "rounded"),
+    [("e4m3", False, True, True), ("e4m3", False, False, False), ("nvfp4", True, True, True),
+     ("nvfp4", False, True, False), ("mxfp4", False, True, False)],
+)  # fmt: skip
+def test_errors_of_an_attention_to_a_rounded_copy_are_told_as_such(
+    format: str, outer: bool, copy: bool, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of groups, and e8m0 ones, are exact in the copy: those that are float32 are rounded into it."""
+    monkeypatch.setattr(attention, "COPY", copy)
+    keys = quantised((4096, KV_HEADS, DIM))
+    if groups := GROUPS.get(format):
+        data = meta(4096, KV_HEADS, DIM // 2, dtype=torch.uint8)
+        scale = meta(4096, KV_HEADS, DIM // groups.size, dtype=groups.dtype)
+        keys = QuantizedTensor(data, scale, format, global_scale=meta(dtype=torch.float32) if outer else None)
+    call = arguments_of("sparse_attention") | {"k": keys, "v": keys}
+    told = msa_tiles.explain(ops.sparse_attention, **call, device="sm90")
+    found = [note for note in told.notes if "errors of attention count from that copy" in note]
+    assert len(found) == rounded
+    assert all(f"from {format} to bfloat16" in note and note in str(told) for note in found)
+    alone = msa_tiles.explain(ops.dequantize_kv, keys, keys, device="sm90")
+    assert not any("copied" in note for note in alone.notes)
 
 
 def test_every_reason_of_a_refusal_is_told_at_once() -> None:
