@@ -11,6 +11,8 @@ from msa_tiles.call.validate import FLOATS
 from msa_tiles.quant import FP8, GROUPS, PACKED
 
 BYTES = torch.uint8  # of keys and values of 4 bits, whose scales say in which format
+_CALLED = [str(dtype).removeprefix("torch.") for dtype in (*FLOATS, FP8)]
+CALLED = f"{', '.join(_CALLED)}, and uint8 of {' and '.join(GROUPS)}"  # what calls pass
 _FORMATS = {groups.dtype: name for name, groups in GROUPS.items()}
 
 
@@ -38,7 +40,7 @@ def stored(tensor: Tensor, scale: Tensor | None) -> str:
 
 def told_by_calls(format: str, storage: str) -> bool:
     """Whether calls pass tensors of a format of this name and storage."""
-    return format in GROUPS or storage in (str(dtype).removeprefix("torch.") for dtype in (*FLOATS, FP8))
+    return format in GROUPS or storage in _CALLED
 
 
 def output_dtype(query: Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,11 @@ def no_value(path: str, name: str) -> str:
 
 
 def no_module(role: str, name: str, module: str) -> str:
-    return f"operands.{role} is {name}, which is no module of {module}"
+    """The sentence about an operand that lies neither where the shipped ones do nor in a tree."""
+    dsl = module.split(".")[-2]
+    folders = [Path(folder) for folder in importlib.import_module(module).__path__]
+    near = meant(name, sorted({file.stem for folder in folders for file in folder.glob("*.py")} - {"__init__"}))
+    return f"operands.{role} is {name}, which is no module of {module}, nor a tree's operands/{dsl}/{name}.py{near}"
 
 
 def unread(name: str, file: str, wanted: Collection[str], tile: Collection[str]) -> str:

@@ -25,6 +25,7 @@ from msa_tiles.spec.model import DSLS, frozen
 from msa_tiles.spec.work import describe
 from msa_tiles.tables import Table, TableError
 
+ASKED_REGISTERS = range(24, 257, 8)  # that setmaxnreg takes
 LEAST_COLUMNS = 32  # tensor memory is handed out in powers of two from here on, so a sum is a multiple of this
 
 
@@ -146,6 +147,8 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
     for name, value in variant.items():
         if value not in plan.variants[name]:
             return f"{name} {value} is none of {', '.join(map(str, plan.variants[name]))}"
+    if plan.threads_formula is None and (asked := _mistaken_registers(plan._table(variant))):
+        return asked
     group, threads = target.mma[plan.mma].thread_group, plan.threads(variant)
     columns = plan.tensor_memory(variant)
     at = f"at {describe(variant)}" if variant else "in all"
@@ -162,6 +165,19 @@ def illegal(plan: KernelPlan, target: Target, variant: Point) -> str | None:
     if columns % LEAST_COLUMNS:
         return f"{columns} columns of tensor memory {at} are no multiple of {LEAST_COLUMNS}, as it is handed out"
     return None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _mistaken_registers(table: Table) -> str:
+    """Which role asks for registers in a number that setmaxnreg does not take; empty where none does."""
+    for role in table.roles.values():
+        if role.registers and role.registers not in ASKED_REGISTERS:
+            least, most = ASKED_REGISTERS[0], ASKED_REGISTERS[-1]
+            return (
+                f"the {role.name} asks for {role.registers} registers a thread, wanted a multiple of "
+                f"{ASKED_REGISTERS.step} from {least} to {most}, as setmaxnreg takes them"
+            )
+    return ""
 
 
 def plan_row(row: KernelRow, operator: Operator, target: Target, precision: Precision) -> KernelPlan:

@@ -16,6 +16,7 @@ from msa_tiles.codegen.digest import digest_of, recorded_digests
 from msa_tiles.codegen.emit import SKELETONS, render
 from msa_tiles.codegen.index import INDEX, added, dumps, index, is_known
 from msa_tiles.codegen.marks import no_module, sizes_amiss
+from msa_tiles.codegen.misfits import misfits
 from msa_tiles.codegen.plan import Cell, CellError, CellMistakes, IllegalError, KernelPlan, Selection, completed, plans
 from msa_tiles.codegen.toolchain import PINS
 from msa_tiles.files import UNFINISHED, make_directory, write_atomically
@@ -116,13 +117,15 @@ def produce(
                     mistakes.add(error)
                 continue
             except SpecError as error:
+                if isinstance(error, CellError) and isinstance(error.__cause__, TableError):
+                    error = CellError(planned, misfits(planned) + error.why)
                 mistakes.add(error)
                 continue
             except SourceError as error:
                 mistakes.add(_told(error))
                 continue
             except TableError as error:
-                mistakes.add(CellError(planned, str(error)))
+                mistakes.add(CellError(planned, misfits(planned) + str(error)))
                 continue
             rendered.add(plan.cell)
             if is_known(plan, operator, digest, known):

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     check("--precision", args.precision.split("+"), known["precision"])
     forms = [_form_note(args.op, *form, registry) for form in pairs.forms_in(args.precision, registry).items()]
     args.precision = pairs.called_as(args.precision, registry)
+    forms += [told for name in args.precision.split("+") for told in _unreachable(name, registry)]
     # Without sizes kernels say themselves why they refuse a precision.
     try:
         asked = pairs.asked_of("--precision", args.op, args.precision, registry, refused=args.queries is None)
@@ -182,6 +183,19 @@ def _form_note(op: str, form: str, called: str, registry: Registry) -> str:
     else:
         which = f"{op} has none of it"
     return f"{form_text(form, called)}; {which}"
+
+
+def _unreachable(name: str, registry: Registry) -> Iterator[str]:
+    """Says of the formats of a precision which no call passes tensors of."""
+    from msa_tiles.call.formats import CALLED, told_by_calls
+
+    formats = registry.precisions[name].formats.values() if name in registry.precisions else ()
+    for format in dict.fromkeys(each for each in formats if each in registry.formats):
+        if not told_by_calls(format, storage := registry.formats[format]["storage"]):
+            yield (
+                f"No call passes tensors of the format {format}, of {storage}, so that none runs these kernels: "
+                f"those of calls are of {CALLED}."
+            )
 
 
 def _on_reference(

@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     for cell, lost in ({} if tree is None else own.no_longer_served(generated, trees.stack())).items():
         if selection.holds(cell):
             console.complain(f"{cell}: served by the one beneath and no longer: {lost}")
+    for sentence in () if tree is None else _told_of_heirs(tree, specs):
+        console.complain(sentence)
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
     if tree is not None and changed:
@@ -196,6 +198,20 @@ def _told_of_formats(tree: trees.Tree, specs: Specs) -> Iterator[str]:
             f"{stored.where}: {stored.name} is stored as {formats} is, in {stored.storage}, and a call does not say "
             f"which of them: with this tree it is {stored.name}, and kernels of {', '.join(precisions)} serve no call"
         )
+
+
+def _told_of_heirs(tree: trees.Tree, specs: Specs) -> Iterator[str]:
+    """Sentences about targets of a tree that are compiled for what the target is that they inherit from."""
+    for target in specs.targets.values():
+        parent = specs.targets.get(target.inherits)
+        if parent is None or parent is target or not _lies_in(target.where.file, tree):
+            continue
+        if (target.arch, target.capability) == (parent.arch, parent.capability):
+            capability = ".".join(map(str, target.capability))
+            yield (
+                f"{target.where}: {target.name} has the arch {target.arch} and the capability {capability} of "
+                f"{parent.name}, which it inherits from: with this tree GPUs of that capability are {target.name}"
+            )
 
 
 def _lies_in(file: str, tree: trees.Tree) -> bool:

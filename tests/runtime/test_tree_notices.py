@@ -102,3 +102,107 @@ def test_cells_of_a_target_of_another_tree_are_left_out_without_a_word(
     write(upper / "specs/operators/sparse_attention.yaml", "op: sparse_attention\ninherits: sparse_attention\n")
     assert cli.main(["generate", *both]) == 0
     assert "left out sparse_attention." in capsys.readouterr().err, "of an operator that the tree speaks of"
+
+
+SELECT = """op: select_blocks
+inherits: select_blocks
+kernels:
+  - dsl: cutedsl
+    targets: [sm90]
+    precisions: [bf16]
+    mma: wgmma
+    copy: [tma_load]
+    operands: {index_key: index_plain}
+    tile: {stages: 3, consumers: 2, producer_registers: 40, consumer_registers: 232}
+    expect: [SYNCS, USETMAXREG]
+    features: [paged, q_positions, expanded]
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        (
+            "    operands: {index_key: index_plain}\n",
+            "",
+            "the row names no operand for index_key, so that it is plain, that of the format, which does not fit "
+            "cutedsl/wgmma/select_blocks.py; shipped rows of this skeleton have operands: index_key: index_plain",
+        ),
+        (
+            "index_plain",
+            "index_plian",
+            "operands.index_key is index_plian, which is no module of msa_tiles.dsl.cutedsl.operands, nor a tree's "
+            "operands/cutedsl/index_plian.py; did you mean 'index_plain'?",
+        ),
+        (
+            "registers: 40",
+            "registers: 41",
+            "the producer asks for 41 registers a thread, wanted a multiple of 8 from 24 to 256, as setmaxnreg",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_told_in_its_words(
+    old: str, new: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "specs/operators/select_blocks.yaml", SELECT.replace(old, new))
+    assert cli.main(["generate", "--tree", str(tmp_path), "--op", "select_blocks"]) == 2
+    assert f"select_blocks.yaml:4: select_blocks.cutedsl.sm90.bf16: {told}" in capsys.readouterr().err
+
+
+def test_an_operand_of_the_tree_is_near_a_misspelt_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "operands/cutedsl/my_own_keys.py", "TENSORS = ()\n")
+    write(tmp_path / "specs/operators/select_blocks.yaml", SELECT.replace("index_plain", "my_own_kesy"))
+    assert cli.main(["generate", "--tree", str(tmp_path), "--op", "select_blocks"]) == 2
+    assert "operands/cutedsl/my_own_kesy.py; did you mean 'my_own_keys'?" in capsys.readouterr().err
+
+
+def test_a_target_that_keeps_what_its_parent_is_compiled_for_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "sm90small has the arch sm_90a and the capability 9.0 of sm90, which it inherits from"
+    target = write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
+    assert cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"]) == 0
+    assert own in capsys.readouterr().err
+    target.write_text(TARGET + "arch: sm_103a\ncapability: [10, 3]\n")
+    cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"])
+    assert "which it inherits from" not in capsys.readouterr().err
+
+
+INTEGERS = """formats:
+  kvi8:
+    summary: integers
+    group: int8
+    element: int8
+    bits: 8
+    storage: int8
+    scale: {dtype: float32, per: [head, token_head]}
+    operand: append_e4m3
+precisions:
+  q16kvi8: {query: bf16, key_value: kvi8, multiply: bfloat16, output: bfloat16}
+"""
+APPEND = """op: append_kv
+inherits: append_kv
+tolerance:
+  q16kvi8: {k_cache: 0, v_cache: 0, k_scale: 0, v_scale: 0}
+kernels:
+  - dsl: cutedsl
+    targets: [sm90]
+    precisions: [q16kvi8]
+    compute: float32
+    mma: simt
+    tile: {rows: 16}
+    features: [expanded]
+"""
+
+
+def test_a_format_of_which_no_call_passes_tensors_is_told_by_explain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "specs/precisions.yaml", INTEGERS)
+    write(tmp_path / "specs/operators/append_kv.yaml", APPEND)
+    assert cli.main(["generate", "--tree", str(tmp_path), "--op", "append_kv"]) == 0
+    told = "No call passes tensors of the format kvi8, of int8, so that none runs these kernels"
+    for precision, said in (("q16kvi8", True), ("q16kv8", False)):
+        asked = ["explain", "append_kv", "--tree", str(tmp_path), "--device", "sm90", "--precision", precision]
+        assert cli.main(asked) == 0
+        assert (told in capsys.readouterr().out) is said
