@@ -17,10 +17,11 @@ from msa_tiles import paths
 PACKAGE = Path(msa_tiles.__file__).parent
 ANYTHING = None
 READERS = ("sources", "syntax", "origins")
+TREES = ("trees", "readable")
 # What each part of msa_tiles may import, itself aside.
 ALLOWED: dict[str, set[str] | None] = {
     "__init__": {"runtime", "library", "explaining", "trees"},  # when it is asked for them
-    "explaining": {"ops", "call", "codegen", "library", "runtime", "spec", "quant", "names", *READERS, "trees"},
+    "explaining": {"ops", "call", "codegen", "library", "runtime", "spec", "quant", "names", *READERS, *TREES},
     "pack": {"names", "runtime", "spec", "paths", "sources", "errors"},
     "paths": set(),
     "syntax": set(),
@@ -29,6 +30,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "errors": set(),
     "trust": set(),
     "trees": {"files", "paths", "sources", "errors", "trust"},
+    "readable": {"paths", "spec", "trees"},
     "files": set(),
     "console": set(),
     "interrupts": set(),
@@ -39,18 +41,18 @@ ALLOWED: dict[str, set[str] | None] = {
     "quant": set(),
     "reference": {"quant"},
     "tables": {"dsl", *READERS, "trees"},
-    "codegen": {"spec", "files", "names", "paths", *READERS, "tables", "trees"},
+    "codegen": {"spec", "files", "names", "paths", *READERS, "tables", *TREES},
     "skeletons": {"dsl"},
-    "runtime": {"spec", "files", "names", "paths", "scoped", *READERS, "tables", "errors", "trees", "trust"},
+    "runtime": {"spec", "files", "names", "paths", "scoped", *READERS, "tables", "errors", *TREES, "trust"},
     "call": {"reference", "quant", "scoped"},
     "library": {"call", "scoped", "trees"},
-    "launch": {"call", "quant", "runtime", "spec", "trees"},
+    "launch": {"call", "quant", "runtime", "spec", *TREES},
     "ops": {"call", "library", "launch", "reference", "quant"},
     "nn": {"ops", "call"},
     "compat": {"ops", "quant", "runtime"},  # of the runtime: what is raised where no kernel serves a call
     "simulator": set(),
     "verify": {"ops", "call", "files", "launch", "library", "runtime", "spec", "reference", "quant", "paths"},
-    "bench": {"ops", "call", "compat", "launch", "names", "runtime", "spec", "reference", "quant", "paths", "trees"},
+    "bench": {"ops", "call", "compat", "launch", "names", "runtime", "spec", "reference", "quant", "paths", *TREES},
     "demo": ANYTHING,
     "matrix": ANYTHING,
     "commands": ANYTHING,
