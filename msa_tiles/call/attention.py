@@ -192,13 +192,6 @@ def refuse_quantised(operands: Attention) -> None:
             validate.refuse_type(name, f"dtype {value.dtype}", wanted)
 
 
-def refuse_paged(where: Where) -> None:
-    """Refuse paged keys in a call whose gradients are recorded."""
-    if where.page_table is not None:
-        wanted = "flat keys with cu_seqlens_k, or a call under torch.no_grad()"
-        validate.refuse("page_table", "paged keys where gradients are recorded", wanted)
-
-
 def destinations(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """The caller's buffers, checked, and new ones in the place of those that were not given."""
     dtype = formats.output_dtype(q)

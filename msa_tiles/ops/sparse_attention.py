@@ -77,7 +77,7 @@ def sparse_attention(
     Differentiable in q, k and v through both results, on flat keys and without the caller's buffers (see
     `sparse_attention_backward`); once. ``deterministic`` is about these gradients: True repeats them bit for bit, None
     follows ``torch.use_deterministic_algorithms``. Under ``torch.autocast`` q, k and v are cast to its dtype. Quantised
-    tensors and paged keys are refused where gradients are recorded.
+    tensors are refused where gradients are recorded.
     """
     q, k, v = autograd.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
@@ -104,7 +104,6 @@ def sparse_attention(
     if autograd.records(given.q, given.k, given.v):
         autograd.no_buffers(out=out, lse=lse, workspace=scratch)
         calls.refuse_quantised(given)
-        calls.refuse_paged(given.where)
     result = run(_OPERATOR, call, scratch, out, lse, return_lse)
     if known is not None and out is not None:
         _SEEN.keep(known, attention.prepare(call, out))

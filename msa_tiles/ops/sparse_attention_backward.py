@@ -6,7 +6,7 @@ from torch import Tensor
 
 from msa_tiles import reference
 from msa_tiles.call import backends, contents, validate
-from msa_tiles.call.attention import Gradients, check_tensors, refuse_paged
+from msa_tiles.call.attention import Gradients, check_tensors
 from msa_tiles.call.schedule import Schedule, of_call
 from msa_tiles.call.where import Where
 from msa_tiles.call.workspace import workspace_bytes
@@ -99,7 +99,8 @@ def sparse_attention_backward(
 
 def gradients(call: Gradients) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a forward call; paged keys have none."""
-    refuse_paged(call.where)
+    if call.where.page_table is not None:
+        validate.refuse("page_table", "paged keys in a call that is differentiated", "flat keys with cu_seqlens_k")
     return _OPERATOR.functional(call)
 
 
