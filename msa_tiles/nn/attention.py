@@ -221,8 +221,8 @@ class MiniMaxSparseAttention(nn.Module):
             **where,
         )
         out, *extra = results if isinstance(results, tuple) else (results,)
-        selected = extra.pop() if want_selection else None
-        return out, extra.pop() if want_kl else None, selected
+        # Dynamo of torch 2.11 makes a tuple of what a starred name takes, so nothing is popped off it.
+        return out, extra[0] if want_kl else None, extra[-1] if want_selection else None
 
     def _attend_densely(
         self,
