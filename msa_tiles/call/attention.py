@@ -136,6 +136,8 @@ def validated(
         of_keys = {"k_scale": k_scale, "v_scale": v_scale, "k.global_scale": k_global, "v.global_scale": v_global}
         contents.check_scales(where, q, k, {"q_scale": q_scale}, of_keys)
     made = of_call(schedule, block_indices, block_size, where, k.shape[0])
+    if check:
+        contents.check_schedule(made, block_indices, where, block_size, k)
     scratch, scratch_bytes = workspace_or_bytes(workspace, q, "q")
     scale = validate.softmax_scale(softmax_scale, head_dim)
     call = AttentionCall(

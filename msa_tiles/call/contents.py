@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from msa_tiles.call import backends, formats, validate
+from msa_tiles.call import backends, edges, formats, validate
+from msa_tiles.call.schedule import WindowSchedule
 from msa_tiles.call.where import Where
 from msa_tiles.reference.batch import Batch, key_rows, read_batch
 
@@ -133,6 +134,35 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
         validate.refuse(
             "block_indices", f"id {int(ordered[head, token, slot])} twice at [{head}, {token}]", "distinct ids in a row"
         )
+
+
+@_of_values
+def check_schedule(
+    made: WindowSchedule | None, block_indices: Tensor, where: Where, block_size: int, keys: Tensor
+) -> None:
+    """A schedule has the edges of these ids, lengths and positions, in whichever order and slots."""
+    if made is None:
+        return
+    num_kv_heads, total_q, topk = block_indices.shape
+    batch = _batch(where, total_q, block_indices.device, keys)
+    starts = None
+    if edges.is_of_kernels(made):
+        span = 0 if where.page_table is None else max(where.page_table.shape[1], 1) * block_size
+        rows = [request.key_row + span * request.index for request in batch.requests]
+        starts = torch.tensor([*rows, 0], device=block_indices.device)
+    for head in range(num_kv_heads):
+        # One head at a time: edges take much more room here than in the schedule.
+        ours = slice(head, head + 1)
+        part = WindowSchedule(made.edges[:, ours], made.tasks[:, ours], made.counts[:, ours], made.window)
+        found, _ = edges.decoded(part, topk)
+        wanted = edges.of_ids(block_indices[ours], batch, block_size, starts)
+        selected = (edges.by_query(each, total_q, topk) for each in (found, wanted))
+        wrong = torch.ne(*selected).any(-1)
+        if bool(wrong.any()):
+            token = int(wrong.nonzero()[0])
+            validate.refuse(
+                "schedule", f"one of other block_indices or lengths at [{head}, {token}]", "one made for these"
+            )
 
 
 @_of_values

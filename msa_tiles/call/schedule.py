@@ -53,6 +53,8 @@ class Schedule:
     def validate(self, block_indices: Tensor, block_size: int, where: Where, total_k: int) -> None:
         """Refuse a schedule that was made for other ids, keys or pages than these, as far as shapes tell.
 
+        Ids, lengths and positions lie on the device: calls compare them with ``check=True`` alone.
+
         ``total_k`` is the number of rows of flat keys.
         """
         num_kv_heads, total_q, topk = block_indices.shape

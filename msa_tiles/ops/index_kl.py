@@ -80,6 +80,7 @@ def index_kl(
         contents.check_offsets(where, block_size, backend, q.device)
         if block_indices is not None:
             contents.check_block_indices(block_indices, where, block_size, k)
+            contents.check_schedule(made, block_indices, where, block_size, k)
     call = Divergence(
         q.detach(),
         k.detach(),

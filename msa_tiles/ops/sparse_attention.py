@@ -65,9 +65,9 @@ def sparse_attention(
     Long prefills over quantised keys and values attend to a copy of them in bfloat16, which `dequantize_kv` makes:
     scales are then multiplied in before that rounding. Shapes decide, and ``max_seqlen_k`` of pages; `explain` says so.
 
-    ``schedule`` is `build_schedule`'s answer for the same ids and lengths. ``workspace`` bounds the memory of partial
-    results, and that of a copy: bytes, or a uint8 tensor to use for the former (default: 1 GiB). ``out`` and ``lse``
-    are the caller's buffers.
+    ``schedule`` is `build_schedule`'s answer for the same ids and lengths; ``check=True`` alone refuses one of others.
+    ``workspace`` bounds the memory of partial results, and that of a copy: bytes, or a uint8 tensor to use for the
+    former (default: 1 GiB). ``out`` and ``lse`` are the caller's buffers.
 
     With ``batch_invariant`` the bits of a query's row depend neither on what else is in the batch, nor on its place in
     it, nor on how many queries there are, among calls that are otherwise alike (slots and order of its ids, dtypes,

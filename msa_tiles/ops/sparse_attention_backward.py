@@ -76,6 +76,9 @@ def sparse_attention_backward(
         contents.check_where(where, total_q, k)
         contents.check_offsets(where, block_size, backend, q.device)
         contents.check_block_indices(block_indices, where, block_size, k)
+    made = of_call(schedule, block_indices, block_size, where, k.shape[0])
+    if check:
+        contents.check_schedule(made, block_indices, where, block_size, k)
     return _OPERATOR.functional(
         Gradients(
             dout,
@@ -87,7 +90,7 @@ def sparse_attention_backward(
             block_indices,
             dlse,
             where,
-            of_call(schedule, block_indices, block_size, where, k.shape[0]),
+            made,
             block_size,
             validate.softmax_scale(softmax_scale, q.shape[2]),
             workspace_bytes(workspace),

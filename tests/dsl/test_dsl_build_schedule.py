@@ -12,6 +12,9 @@ import torch
 from lanes import Int32
 from torch import Tensor
 
+from msa_tiles.call import contents
+from msa_tiles.call.schedule import WindowSchedule
+from msa_tiles.call.where import Where
 from msa_tiles.paths import generated_dir
 from msa_tiles.reference.batch import read_batch
 
@@ -169,6 +172,28 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.drawn(1)
 def test_every_edge_is_scheduled(name: str, smaller: Path) -> None:
     check(CALLS[name], smaller)
+
+
+@pytest.mark.parametrize("name", ["ragged", "long_rows", "behind"])
+def test_a_call_knows_the_schedule_of_its_ids(name: str, smaller: Path) -> None:
+    call = CALLS[name]
+    made = WindowSchedule(*schedule(call, smaller), call.window)
+    keys = torch.empty(int(call.where["cu_seqlens_k"][-1]), call.heads, 1)
+    where = Where(**call.where)
+    contents.check_schedule(made, call.ids, where, call.block_size, keys)
+    limit = read_batch(call.ids.shape[1], call.ids.device, **call.where).limit
+    seen = (call.ids >= 0) & (call.ids.long() * call.block_size <= limit[:, None])
+    head, query, slot = seen.nonzero()[-1].tolist()
+    ids = call.ids.clone()
+    ids[head, query, slot] = -1
+    with pytest.raises(
+        ValueError, match=rf"schedule: got one of other block_indices or lengths at \[{head}, {query}\]"
+    ):
+        contents.check_schedule(made, ids, where, call.block_size, keys)
+    # One visible token less is another schedule, too.
+    moved = Where(**call.where | {"q_positions": (limit - 1).int()})
+    with pytest.raises(ValueError, match="schedule: got one of other block_indices or lengths at"):
+        contents.check_schedule(made, call.ids, moved, call.block_size, keys)
 
 
 # What each fault replaces, and by what.

@@ -8,8 +8,10 @@ import re
 
 import pytest
 import torch
+from ops import training_calls
 from ops.calls import ATTENTION, OPERATORS, RANKERS, SCORERS, WITH_KEYS, WITH_LENGTHS, WITH_OFFSETS, call, paged
 
+from msa_tiles import ops
 from msa_tiles.call import validate
 
 
@@ -149,3 +151,67 @@ def test_buffers_that_hold_every_element_once(seed):
         dense = torch.empty([size + generator.randint(0, 2) for size in sizes]).permute(generator.sample(range(3), 3))
         view = dense[tuple(slice(generator.randrange(size), None, generator.randint(1, 2)) for size in dense.shape)]
         assert validate._holds_once(view)
+
+
+SCHEDULED = {
+    "flat": lambda: call("sparse_attention"),
+    "paged": lambda: paged("sparse_attention"),
+    "shard": lambda: call("sparse_attention") | {"k_offset": int32(3, 0, 8), "max_seqlen_k": 40},
+    "positions": lambda: call("sparse_attention") | {"q_positions": torch.arange(11, dtype=torch.int32) * 2},
+    "padded": lambda: call("sparse_attention") | {"cu_seqlens_q": int32(0, 5, 5, 8)},
+}
+
+
+def schedule_for(arguments, **other):
+    return ops.build_schedule(**{name: part for name, part in arguments.items() if name not in "qkv"} | other)
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_schedule_of_these_ids_passes(name):
+    arguments = SCHEDULED[name]()
+    made = schedule_for(arguments)
+    found = ops.sparse_attention(**arguments, schedule=made, check=True)
+    torch.testing.assert_close(found, ops.sparse_attention(**arguments), rtol=0, atol=0)
+    # In other slots the ids are the same, and so is the answer.
+    turned = schedule_for(arguments, block_indices=arguments["block_indices"].flip(2))
+    torch.testing.assert_close(ops.sparse_attention(**arguments, schedule=turned, check=True), found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_schedule_of_other_ids(name):
+    arguments = SCHEDULED[name]()
+    ids = arguments["block_indices"].clone()
+    head, token, slot = (ids == 0).nonzero()[4].tolist()  # every query sees the first block
+    ids[head, token, slot] = -1
+    message = f"schedule: got one of other block_indices or lengths at [{head}, {token}]; wanted one made for these"
+    for ours, others in ((arguments["block_indices"], ids), (ids, arguments["block_indices"])):
+        made = schedule_for(arguments, block_indices=others)
+        given = arguments | {"block_indices": ours, "schedule": made}
+        refused("sparse_attention", {}, message, base=lambda op, given=given: given)
+
+
+def test_a_schedule_of_other_lengths_and_positions():
+    arguments = call("sparse_attention")
+    message = "schedule: got one of other block_indices or lengths at "
+    for other in (
+        {"cu_seqlens_k": int32(0, 23, 23, 40)},
+        {"seqused_k": int32(8, 0, 23)},
+        {"cu_seqlens_q": int32(0, 4, 4, 11)},
+        {"q_positions": torch.zeros(11, dtype=torch.int32)},
+    ):
+        refused("sparse_attention", {"schedule": schedule_for(arguments, **other)}, message)
+
+
+@pytest.mark.parametrize("op", ["sparse_attention_backward", "index_kl"])
+def test_training_looks_at_its_schedule(op):
+    arguments = training_calls.call(op)
+    names = ("block_indices", "cu_seqlens_q", "cu_seqlens_k", "block_size")
+    own = {name: arguments[name] for name in names}
+    run = training_calls.OPERATORS[op]
+    run(**arguments, schedule=ops.build_schedule(**own), check=True)
+    ids = own["block_indices"].clone()
+    head, token, slot = (ids >= 0).nonzero()[-1].tolist()
+    ids[head, token, slot] = -1
+    message = rf"schedule: got one of other block_indices or lengths at \[{head}, {token}\]"
+    with pytest.raises(ValueError, match=message):
+        run(**arguments, schedule=ops.build_schedule(**own | {"block_indices": ids}), check=True)
