@@ -152,13 +152,14 @@ def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quan
     _, num_q_heads, head_dim = validate.floating("q", q, "[T, Hq, D]", further=further).shape
     if head_dim == 0:
         validate.refuse("q", "head dim 0", "at least 1")
-    keys_dims = "[Tk, Hkv, D]" if where.page_table is None else "[pages, Hkv, page, D]"
+    paged = where.page_table is not None
     decoded = quantised and isinstance(k, Tensor) and formats.is_quantised(k)
     if decoded:
         further = (FP8, formats.BYTES)
     elif quantised and isinstance(k, Tensor) and k.dtype not in (q.dtype, *validate.FLOATS):
         validate.refuse_type("k", f"dtype {k.dtype}", f"{q.dtype} like q, {FP8}, or 4 bits from msa_tiles.quant")
     for name, value in (("k", k), ("v", v)):
+        keys_dims = validate.keys_dims(name, value, "[Tk, Hkv, D]", "[pages, Hkv, page, D]", paged)
         if decoded:
             validate.floating(name, value, keys_dims, k, "k", further)
             validate.same_device(name, value, q, "q")
@@ -172,7 +173,7 @@ def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quan
     if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
         validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
-    if where.page_table is not None:
+    if paged:
         page_size("k", k, block_size)
 
 

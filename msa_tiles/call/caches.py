@@ -242,8 +242,8 @@ def dequantize_kv(
     k, k_scale, k_global = scales.unpacked_keys("k", k, k_scale, "k_scale")
     v, v_scale, v_global = scales.unpacked_keys("v", v, v_scale, "v_scale")
     paged = page_table is not None
-    dims = "[pages, Hkv, page, D]" if paged else "[Tk, Hkv, D]"
     for name, value in (("k", k), ("v", v)):
+        dims = validate.keys_dims(name, value, "[Tk, Hkv, D]", "[pages, Hkv, page, D]", paged)
         validate.tensor(name, value, dims)
         if not formats.is_quantised(value):
             validate.refuse_type(name, f"dtype {value.dtype}", f"{FP8}, or a QuantizedTensor")

@@ -109,7 +109,7 @@ def check_operands(
     idx_q, idx_k, where, q_scale, k_scale, k_global = operands
     paged = where.page_table is not None
     validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
-    dims = "[pages, page, Di]" if paged else "[Tk, Di]"
+    dims = validate.keys_dims("idx_k", idx_k, "[Tk, Di]", "[pages, page, Di]", paged)
     if formats.is_packed(idx_k):
         validate.floating("idx_k", idx_k, dims, further=(formats.BYTES,))
         validate.same_device("idx_k", idx_k, idx_q, "idx_q")

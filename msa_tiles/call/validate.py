@@ -63,8 +63,18 @@ def floating(
         refuse_type(name, f"dtype {value.dtype}", f"{', '.join(most)} or {last}")
     if like is not None:
         same_device(name, value, like, like_name)
-    unit_last_stride(name, value)
+    unit_last_stride(name, value, "stride 1 (.contiguous() makes one)")
     return value
+
+
+def keys_dims(name: str, value: Any, flat: str, pages: str, paged: bool) -> str:
+    """How keys lie, flat or in pages. Refuses those that lie the other way, which ``page_table`` decides."""
+    dims, other = (pages, flat) if paged else (flat, pages)
+    if isinstance(value, Tensor) and value.dim() == other.count(",") + 1:
+        hint = "flat keys come without page_table" if paged else "keys in pages come with page_table"
+        wanted = f"{dims.count(',') + 1} dimensions {dims}; {hint}"
+        refuse(name, f"shape {shape_text(value.shape)}", wanted)
+    return dims
 
 
 def int32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor, like_name: str) -> Tensor:
@@ -97,10 +107,10 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
         refuse(name, f"device {value.device}", f"{like.device} like {like_name}")
 
 
-def unit_last_stride(name: str, value: Tensor) -> None:
+def unit_last_stride(name: str, value: Tensor, wanted: str = "stride 1") -> None:
     # Strides of what holds nothing are whatever its maker wrote: NumPy writes zeros.
     if value.shape[-1] > 1 and value.stride(-1) != 1 and value.numel():
-        refuse(name, f"stride {value.stride(-1)} on the last dimension", "stride 1")
+        refuse(name, f"stride {value.stride(-1)} on the last dimension", wanted)
 
 
 def dense(name: str, value: Tensor) -> None:

@@ -9,7 +9,7 @@ import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -169,6 +169,13 @@ def define(
         f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=f"({layout.schema}) -> ({returns})"
     )
     operator.registered_functional.register_fake(fake)
+
+    def refuse(*arguments: Any) -> NoReturn:
+        wanted = "sparse_attention, dense_attention, index_kl and msa_attention are"
+        raise RuntimeError(f"{operator.name} is not differentiable; {wanted}")
+
+    # Until `msa_tiles.library.autograd.register` gives it a gradient.
+    operator.registered_functional.register_autograd(refuse)
     return operator
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,11 @@ class MiniMaxSparseAttention(nn.Module):
             ("rotary_dim", rotary_dim, 0),
         ):
             validate.integer(name, value, least)
+        for name, number in (("rope_base", rope_base), ("norm_eps", norm_eps)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                validate.refuse_type(name, type(number).__name__, "a number")
+            if not 0 < number < math.inf:
+                validate.refuse(name, repr(number), "a finite number above 0")
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads: got {num_q_heads}; wanted a multiple of the {num_kv_heads} KV heads")
         most = min(head_dim, index_dim)

@@ -71,7 +71,8 @@ def quantize_mxfp4(tensor: Tensor, *, layout: str = "linear") -> QuantizedTensor
 def _checked(tensor: Tensor, format: str) -> Tensor:
     require_tensor("tensor", tensor, "a tensor [..., T, D]")
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
+        wanted = "values that are not quantised yet: bfloat16, float16, float32 or float64"
+        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted {wanted}")
     group = GROUPS[format].size
     if tensor.dim() < 2 or tensor.shape[-1] % group or tensor.shape[-1] == 0:
         raise ValueError(

@@ -24,7 +24,8 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
         raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
     require_tensor("tensor", tensor)
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted values that are not quantised yet")
+        wanted = "values that are not quantised yet: bfloat16, float16, float32 or float64"
+        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted {wanted}")
     if per == "head" and tensor.dim() < 3:
         raise ValueError(f"tensor: got shape {list(tensor.shape)}; wanted heads, [T, H, D] or [pages, H, page, D]")
     values = tensor.to(torch.float32)

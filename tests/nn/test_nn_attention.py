@@ -253,6 +253,10 @@ def test_norm_and_rotation():
         ({"topk": 0}, "topk: got 0; wanted at least 1"),
         ({"rotary_dim": 3}, "rotary_dim: got 3; wanted an even number up to 8"),
         ({"rotary_dim": 10}, "rotary_dim: got 10; wanted an even number up to 8"),
+        ({"rope_base": -1}, "rope_base: got -1; wanted a finite number above 0"),
+        ({"rope_base": float("inf")}, "rope_base: got inf; wanted a finite number above 0"),
+        ({"norm_eps": -10.0}, "norm_eps: got -10.0; wanted a finite number above 0"),
+        ({"norm_eps": float("nan")}, "norm_eps: got nan; wanted a finite number above 0"),
     ],
 )
 def test_sizes_that_do_not_fit(change, message):
@@ -266,6 +270,13 @@ def test_sizes_are_integers(name, wrong):
     sizes = {"hidden_size": 20, "num_q_heads": 4, "num_kv_heads": 2} | {name: wrong}
     with pytest.raises(ValueError if wrong == -1 else TypeError, match=f"^{name}: got "):
         MiniMaxSparseAttention(**sizes)
+
+
+@pytest.mark.parametrize("name", ["rope_base", "norm_eps"])
+@pytest.mark.parametrize("wrong", ["4", True, None])
+def test_numbers_are_numbers(name, wrong):
+    with pytest.raises(TypeError, match=f"^{name}: got {type(wrong).__name__}; wanted a number$"):
+        layer_of(**{name: wrong})
 
 
 @pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])

@@ -65,10 +65,28 @@ def test_float_tensors(op, name, dims):
     for dtype in refused:
         message = f"{name}: got dtype {dtype}; wanted {wanted}"
         fails(op, lambda a, dtype=dtype: {name: a[name].to(dtype)}, message, TypeError)
-    spread = f"{name}: got stride 2 on the last dimension; wanted stride 1"
+    spread = f"{name}: got stride 2 on the last dimension; wanted stride 1 (.contiguous() makes one)"
     fails(op, lambda a: {name: a[name].repeat_interleave(2, -1)[..., ::2]}, spread)
     if "like" in wanted:
         fails(op, lambda a: {name: a[name].to("meta")}, f"{name}: got device meta; wanted cpu like ")
+
+
+def test_keys_that_lie_otherwise_than_the_call_says():
+    """Pages without a page table, and flat keys with one."""
+    for op in (*ATTENTION, "msa_decode"):
+        message = "k: got shape [12, 2, 4, 16]; wanted 3 dimensions [Tk, Hkv, D]; keys in pages come with page_table"
+        fails(op, lambda a, op=op: {"k": paged(op)["k"]}, message)
+        message = "got shape [40, 2, 16]; wanted 4 dimensions [pages, Hkv, page, D]; flat keys come without page_table"
+        fails(op, lambda a, op=op: {"k": call(op)["k"]}, f"k: {message}", base=paged)
+        fails(op, lambda a, op=op: {"v": call(op)["v"]}, f"v: {message}", base=paged)
+    for op in (*SCORERS, "select_blocks", "msa_decode"):
+        message = "idx_k: got shape [12, 4, 16]; wanted 2 dimensions [Tk, Di]; keys in pages come with page_table"
+        fails(op, lambda a, op=op: {"idx_k": paged(op)["idx_k"]}, message)
+        message = "wanted 3 dimensions [pages, page, Di]; flat keys come without page_table"
+        fails(op, lambda a, op=op: {"idx_k": call(op)["idx_k"]}, f"idx_k: got shape [40, 16]; {message}", base=paged)
+    flat = torch.zeros(8, 2, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"k: got shape .*; flat keys come without page_table"):
+        ops.dequantize_kv(flat, flat, page_table=torch.zeros(1, 1, dtype=torch.int32))
 
 
 def test_half_precision_is_refused_by_every_operator():

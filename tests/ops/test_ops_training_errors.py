@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from ops import calls
 from ops.training_calls import OPERATORS, call
 
 from msa_tiles import ops
@@ -139,3 +140,17 @@ def test_selections_and_schedules(op):
         fails(op, lambda a: {**other_schedule(a), "block_indices": None}, message)
     message = "block_indices: got id 9 at [0, 0, 0]; wanted -1 or a block of the request, 0 to 2"
     fails(op, lambda a: {"block_indices": torch.full_like(a["block_indices"], 9), "check": True}, message)
+
+
+@pytest.mark.parametrize("op", ["index_score", "decode_score", "sparse_decode", "msa_decode", "combine"])
+def test_what_has_no_gradient_says_what_has(op):
+    arguments = calls.call(op)
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_()
+    found = calls.OPERATORS[op](**arguments)
+    message = (
+        f"msa_tiles::{op} is not differentiable; sparse_attention, dense_attention, index_kl and msa_attention are"
+    )
+    with pytest.raises(RuntimeError, match=f"^{message}$"):
+        (found[0] if isinstance(found, tuple) else found).sum().backward()

@@ -210,8 +210,8 @@ def test_pieces_do_not_matter(monkeypatch):
 REFUSED = {
     "tensor: got shape [3, 24]; wanted [..., T, D] with D a multiple of 16": lambda: quantize_nvfp4(normal(3, 24)),
     "tensor: got shape [48]; wanted [..., T, D] with D a multiple of 32": lambda: quantize_mxfp4(normal(48)),
-    "tensor: got dtype torch.uint8; wanted values that are not quantised yet": lambda: quantize_mxfp4(
-        torch.zeros(3, 32, dtype=torch.uint8)
+    "tensor: got dtype torch.uint8; wanted values that are not quantised yet: bfloat16, float16, float32": lambda: (
+        quantize_mxfp4(torch.zeros(3, 32, dtype=torch.uint8))
     ),
     "tensor: got list; wanted a tensor": lambda: quantize_nvfp4([1.0]),  # type: ignore[arg-type]
     "global_scale: got -1.0; wanted a number above 0": lambda: quantize_nvfp4(normal(3, 16), -1.0),
