@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="msa-tiles",
         description="MiniMax Sparse Attention kernels from YAML specs.",
         epilog="A kernel, or cell, is of an operator, a DSL (TileLang or CuTe DSL), a target (a family of GPUs) and a "
-        "precision, as in sparse_attention.tilelang.sm90.q16kv8. `msa-tiles support` lists them all, and "
+        "precision, as in sparse_attention.tilelang.sm90.q16kv8, and behind it the algorithm where that has a name, "
+        "as in select_blocks.cutedsl.sm90.q8k8.two_tiles. `msa-tiles support` lists them all, and "
         "`msa-tiles COMMAND --help` tells the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

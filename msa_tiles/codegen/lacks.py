@@ -17,8 +17,10 @@ from msa_tiles.spec.model import DSLS
 
 @dataclass(frozen=True)
 class Lack:
-    """An operator that a target lacks, in some precisions where it has others."""
+    """An operator that a target lacks, in some precisions where it has others: `operator` names these, too."""
 
+    op: str
+    precisions: tuple[str, ...]
     operator: str
     reason: str
     remedy: str
@@ -48,7 +50,7 @@ def lacks(specs: Specs, name: str, present: Collection[str] | None = None, ops: 
                 missing.setdefault(("it can be generated and is not", remedy), []).append(precision)
         for (reason, remedy), named in missing.items():
             what = op if named == precisions else f"{op} ({', '.join(named)})"
-            found.append(Lack(what, reason, remedy))
+            found.append(Lack(op, tuple(named), what, reason, remedy))
     return found
 
 

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, readable, trees
-from msa_tiles.commands._options import add_filters, select, show_lacks, tell_changed_targets
+from msa_tiles.commands._options import add_filters, lacks_of, select, show_lacks, tell_changed_targets
 from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
+    from msa_tiles.codegen.lacks import Lack
     from msa_tiles.runtime import tuned
     from msa_tiles.runtime.registry import Cell, Registry
 
+MISSING = "missing"  # the status of what a target has no kernels of
 KEYS = ("key_value", "index_key")  # the roles that kernels load through operands
 
 
@@ -30,7 +32,12 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="which operand module loads the keys of each kernel, and whether its row names it",
     )
-    parser.add_argument("--json", action="store_true", help="print a list of objects, with cards, dates and errors")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a list of objects, with cards, dates and errors; with --target, "
+        "what it has no kernels of comes last, with status missing",
+    )
     parser.set_defaults(func=run)
 
 
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     # A target without any kernel is no mistake here: what it lacks is shown.
     bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
-    of_kernels = args.json or args.accuracy or args.operands
+    of_kernels = args.accuracy or args.operands
     cells = () if not of_kernels and args.target == bare != [] else select(args, registry)
     if args.operands:
         return _print_operands(cells, registry, args.json)
@@ -52,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     verified, compiled = evidence.verified_of(registry), evidence.compiled_of(registry)
     figures = tuple(figure for directory in registry.directories for figure in tuned.read(directory))
     rows = [describe(cell, registry, verified, compiled, figures) for cell in cells]
+    present = {cell.id for cell in registry.cells}
     if args.json:
+        lacking = lacks_of(readable.specs(), args.target, present, args.op)
+        rows += [describe_lack(target, lack) for target, found in lacking.items() for lack in found]
         console.say(json.dumps(rows, indent=1))
         return 0
     columns = ("op", "dsl", "target", "precision", "group", "status", "flags", "verified on", "digest")
@@ -60,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         console.table([(*columns, *["from"] * whence), *(_line(row, whence) for row in rows)])
     tell_changed_targets(cells, registry)
-    show_lacks(readable.specs(), args.target, {cell.id for cell in registry.cells}, args.op)
+    show_lacks(readable.specs(), args.target, present, args.op)
     return 0
 
 
@@ -180,6 +190,13 @@ def describe(
             if cell.id in figure.ms
         ],
     }
+
+
+def describe_lack(target: str, lack: Lack) -> dict[str, Any]:
+    """What a target has no kernels of, as `support --json` prints it behind the cells: `id` is None."""
+    precisions = list(lack.precisions)
+    said = {"because": lack.reason, "remedy": lack.remedy}
+    return {"id": None, "op": lack.op, "target": target, "precisions": precisions, "status": MISSING, **said}
 
 
 def _status(cell: Cell, generated: bool, outdated: bool, flags: Mapping[str, bool]) -> str:

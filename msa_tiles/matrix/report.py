@@ -12,16 +12,18 @@ from msa_tiles.matrix.walk import Entry
 from msa_tiles.verify.compare import TIMES
 
 HEADING = (
-    "operator", "DSL", "target", "precision", "layout", "status", "worst error", "accepted", "beside torch", "torch",
-    "from",
+    "operator", "DSL", "target", "precision", "layout", "status", "worst error", "metric", "accepted", "beside torch",
+    "torch", "from",
 )  # fmt: skip
 LEGEND = (
     "layout: how the keys lie that are read or written, - where there are none; in `pages` of any size;\n"
-    "worst error: largest of the outputs, with the one it is of, as `msa-tiles verify` measures it (`from`: where;\n"
-    "* of an earlier one); accepted: the tolerance of the spec; beside torch: the error in times of that which the\n"
-    "same computation in bfloat16 makes on the same inputs, of which 2 are accepted; torch: what that is off by on\n"
-    "one drawn case on the CPU; simulated: by this machine's simulator; refused: by the operator, for the reason of\n"
-    "that number below; interleaved: scales of values, above linear ones of keys"
+    "worst error: of the output that is nearest to what is accepted of it, with its name, as `msa-tiles verify`\n"
+    "measures it (`from`: where; * of an earlier one); `support --accuracy` has all outputs; metric: absolute, or\n"
+    "absolute / scale, over the largest scale of the token or head; accepted: the tolerance of the spec, in that\n"
+    "metric; beside torch: the error in times of that which the same computation in bfloat16 makes on the same\n"
+    "inputs, of which 2 are accepted; torch: what that is off by on one drawn case on the CPU; simulated: by this\n"
+    "machine's simulator; refused: by the operator, for the reason of that number below; interleaved: scales of\n"
+    "values, above linear ones of keys"
 )
 VALUE_COSTS = ("precision", "inputs", "attention off by")
 COSTS = ("precision", "inputs", "blocks as float32", "attention kept", "by float32's choice")
@@ -83,11 +85,12 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
             "" if times is None else f"{times:.2g}",
             "" if row["torch_error"] is None else f"{row['torch_error']:.2g}",
         )
-        shown: tuple[str, ...] = ("", "", *of_torch, "")
+        shown: tuple[str, ...] = ("", "", "", *of_torch, "")
         if error is not None:
             mark = "" if error["current"] else "*"
             accepted = "" if error["accepted"] is None else f"{error['accepted']:g}"
-            shown = (f"{error['worst']:.2g}{mark} {error['output']}", accepted, *of_torch, error["from"])
+            worst = f"{error['worst']:.2g}{mark} {error['output']}"
+            shown = (worst, error["metric"], accepted, *of_torch, error["from"])
         status = row["status"]
         if row["refusal"] is not None:
             status, shown = f"{status} ({numbers[row['refusal']]})", ("",) * len(shown)

@@ -333,7 +333,10 @@ def test_a_line_shows_the_error_that_uses_most_of_its_tolerance() -> None:
     ran = {(entry.cell.id, "-"): {"lse": (4e-4, 5e-4, "absolute"), "out": (0.01, 0.02, "absolute")}}
     ran[entry.cell.id, "-"]["out, beside torch"] = (1.75, 2.0, compare.TIMES)
     [_, line] = report.lines([report.describe(entry, ran, "here")])
-    assert line[6:] == ("0.0004 lse", "0.0005", "1.8", "", "here")
+    assert line[6:] == ("0.0004 lse", "absolute", "0.0005", "1.8", "", "here")
+    ran[entry.cell.id, "-"]["out"] = (0.019, 0.02, compare.OVER_SCALE)
+    [_, line] = report.lines([report.describe(entry, ran, "here")])
+    assert line[6:9] == ("0.019 out", "absolute / scale", "0.02")
 
 
 def test_the_picture_is_of_all_cells(tmp_path, costs) -> None:

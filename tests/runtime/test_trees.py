@@ -688,7 +688,22 @@ def test_a_target_without_kernels_is_told_what_it_lacks(capsys: pytest.CaptureFi
         "skeletons/<dsl>/tcgen05/sparse_decode.py, a row in specs/operators/sparse_decode.yaml",
         "topk_select its rows are for sm90 alone a row with targets: [sm103] in specs/operators/topk_select.yaml",
     ]
-    assert cli.main(["support", "--target", "sm103", "--json"]) == 2
+    assert cli.main(["support", "--target", "sm103", "--op", "combine,sparse_decode", "--json"]) == 0
+    combine, decode = json.loads(capsys.readouterr().out)
+    assert combine == {
+        "id": None, "op": "combine", "target": "sm103", "precisions": ["bf16"], "status": "missing",
+        "because": "it can be generated and is not", "remedy": "nothing: msa-tiles generate --tree DIR --target sm103",
+    }  # fmt: skip
+    assert (decode["op"], decode["because"]) == ("sparse_decode", "it multiplies with wgmma; sm103 has tcgen05, simt")
+    assert decode["precisions"] == ["bf16", "q16kv8", "q16kv4", "q16kvmx4"] and decode["remedy"].startswith(
+        "skeletons/"
+    )
+    assert cli.main(["support", "--target", "sm100", "--op", "sparse_attention", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["dsl"] for row in rows[:-1]} == {"tilelang", "cutedsl"} and {row["target"] for row in rows} == {"sm100"}
+    assert rows[-1]["status"] == "missing" and rows[-1]["precisions"] == ["q16kv8", "q16kv4", "q16kvmx4"]
+    for table in ("--accuracy", "--operands"):
+        assert cli.main(["support", "--target", "sm103", table]) == 2
     assert cli.main(["generate", "--target", "sm103"]) == 2
     assert "kernels of sm103 are generated into a tree of your own alone: --tree DIR" in capsys.readouterr().err
 
