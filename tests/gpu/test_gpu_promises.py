@@ -236,10 +236,15 @@ def test_six_heads_that_take_turns_in_storage_with_gaps(
 def test_a_schedule_can_be_used_again(calls: Calls) -> None:
     schedule = ops.build_schedule(calls.ids, **calls.where)
     arguments = (calls.q, calls.k, calls.v, calls.ids)
-    first, again = (ops.sparse_attention(*arguments, schedule=schedule, **calls.where) for _ in range(2))
+    runs = (ops.sparse_attention(*arguments, schedule=schedule, check=check, **calls.where) for check in (False, True))
+    first, again = runs
     torch.testing.assert_close(again, first, atol=0, rtol=0)
     # A call without one may take other kernels, which add in another order.
     torch.testing.assert_close(first, ops.sparse_attention(*arguments, **calls.where), atol=2e-2, rtol=2e-2)
+    others = calls.ids.clone()
+    others[-1, -1] = -1  # the last query sees every block
+    with pytest.raises(ValueError, match="schedule: got one of other block_indices or lengths at"):
+        ops.sparse_attention(*arguments[:3], others, schedule=schedule, check=True, **calls.where)
 
 
 def test_a_compiled_graph_calls_the_kernels(calls: Calls) -> None:
