@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, readable, trees
-from msa_tiles.commands._options import add_filters, lacks_of, select, show_lacks, tell_changed_targets
+from msa_tiles.commands._options import (
+    add_filters,
+    check_filters,
+    filters_of,
+    known_names,
+    lacks_of,
+    select,
+    show_lacks,
+    tell_changed_targets,
+)
 from msa_tiles.sources import operands_in
 
 if TYPE_CHECKING:
@@ -51,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     # A target without any kernel is no mistake here: what it lacks is shown.
     bare = [target for target in args.target if target in registry.targets and not registry.select(target=target)]
     of_kernels = args.accuracy or args.operands
-    cells = () if not of_kernels and args.target == bare != [] else select(args, registry)
+    if not of_kernels and args.target == bare != []:
+        check_filters(filters_of(args), known_names(registry), registry.targets)
+        cells: Sequence[Cell] = ()
+    else:
+        cells = select(args, registry)
     if args.operands:
         return _print_operands(cells, registry, args.json)
     if args.accuracy:

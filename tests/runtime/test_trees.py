@@ -704,6 +704,10 @@ def test_a_target_without_kernels_is_told_what_it_lacks(capsys: pytest.CaptureFi
     assert rows[-1]["status"] == "missing" and rows[-1]["precisions"] == ["q16kv8", "q16kv4", "q16kvmx4"]
     for table in ("--accuracy", "--operands"):
         assert cli.main(["support", "--target", "sm103", table]) == 2
+    for options in ([], ["--json"]):
+        capsys.readouterr()
+        assert cli.main(["support", "--target", "sm103", "--op", "combin", *options]) == 2
+        assert "combine" in capsys.readouterr().err
     assert cli.main(["generate", "--target", "sm103"]) == 2
     assert "kernels of sm103 are generated into a tree of your own alone: --tree DIR" in capsys.readouterr().err
 
