@@ -16,6 +16,7 @@ from lanes import Int32, Pointer, SharedMemory
 from test_dsl_e4m3 import halves, ldmatrix, prmt, word
 from torch import Tensor
 
+from msa_tiles.dsl.table import Role, Table
 from msa_tiles.quant import GROUPS, QuantizedTensor, rounding
 
 THREADS = 128
@@ -299,14 +300,17 @@ def prepared(side: Any, threads: int = THREADS) -> Tensor:
 @pytest.mark.parametrize(
     ("which", "dim", "layout"), [("k", 64, "linear"), ("v", 64, "linear"), ("v", 128, "interleaved")]
 )
+@pytest.mark.parametrize("warps", [1, 5])
 @pytest.mark.drawn(2)
 def test_a_block_on_the_right_side(
-    formats: dict[str, types.ModuleType], name: str, which: str, dim: int, layout: str
+    formats: dict[str, types.ModuleType], name: str, which: str, dim: int, layout: str, warps: int
 ) -> None:
-    """One warp makes a tile of it: rows of panels of 64 columns, swizzled by 128 bytes; then the bytes are free."""
-    module, block = formats[name], 64
+    """One warp, or several, make a tile of it: rows of panels of 64 columns, swizzled by 128 bytes; then each of them
+    says that the bytes are free."""
+    module, block = formats[name] if warps == 1 else lanes.helper(f"operands.{name}_by_warps"), 64
     given = drawn(name, block, dim, layout)
     side = object.__new__(module.Right)
+    side.table = Table((Role("others", 0, ""), Role("keeper", warps, "")), ())
     side.name, side.block_size, side.head_dim, side.groups = which, block, dim, dim // GROUPS[name].size
     tile = memory(torch.full((block * dim,), 1), 16)
     freed: Any = []
@@ -319,8 +323,8 @@ def test_a_block_on_the_right_side(
         Pointer(freed, 0),
         lanes.Tensor(memory(with_order(given, 1, side), 8), 0, (side.groups, block), (1, side.groups)),
     )
-    lanes.launch(lambda: side.bring(held, Int32(0), Int32(0), Int32(0)), (), (1,), 32)
-    assert freed == [0]
+    lanes.launch(lambda: side.bring(held, Int32(0), Int32(0), Int32(0)), (), (1,), 32 * warps)
+    assert sorted(freed) == [32 * warp for warp in range(warps)]
     row, column = torch.meshgrid(torch.arange(block), torch.arange(dim), indexing="ij")
     place = (column // 64 * block + row) * 64 + ((column % 64 // 8) ^ (row % 8)) * 8 + column % 8
     found = (

@@ -485,7 +485,7 @@ class SparseAttention:
 
     @cute.jit
     def keep(self, shared: Shared):
-        """The keeping warp: keys and values before consumers read them."""
+        """A keeping warp: keys and values before consumers read them."""
         phase = Int32(0)
         turn = Int32(0)
         running = Int32(1)

@@ -92,11 +92,22 @@ def cta(head_dim, block_size, group, pages_per_block, **scales):
             *(Role(name, GROUP_WARPS, does, CONSUMER_REGISTERS) for name in consumers),
             Role("claimer", 1, "claims tasks, loads K and V", PRODUCER_REGISTERS),
             *(Role(name, 1, "gathers the rows of its consumer's tiles", PRODUCER_REGISTERS) for name in gatherers),
+            # % if not declared.key_value.get("KEEPERS")
             Role("keeper", 1, "makes K and V fit for the products; V of tasks that are cut", PRODUCER_REGISTERS),
+            # % else
+            Role(
+                "keeper", key_value.KEEPERS, "makes K and V fit for the products; one warp, V of tasks that are cut",
+                PRODUCER_REGISTERS,
+            ),
+            # % endif
         ),
         pipelines=(
             Pipeline("task", 2, (lane("claimer"),)),
+            # % if not declared.key_value.get("KEEPERS")
             Pipeline("gathered", 1, (*(lane(name) for name in gatherers), lane("keeper"))),
+            # % else
+            Pipeline("gathered", 1, (*(lane(name) for name in gatherers), warps("keeper"))),
+            # % endif
             *keys.pipelines,
             *values.pipelines,
             *(Pipeline(f"q_{c}", STAGES, (lane(gatherers[c]),), (warps(consumers[c]),)) for c in range(CONSUMERS)),
@@ -412,7 +423,7 @@ class SparseAttention:
 
     @cute.jit
     def keep(self, shared: Shared):
-        """The keeping warp: keys and values before consumers read them."""
+        """A keeping warp: keys and values before consumers read them."""
         phase = Int32(0)
         turn = Int32(0)
         running = Int32(1)
@@ -430,7 +441,14 @@ class SparseAttention:
                 arrive(shared.task_gathered)
                 phase = self.values.bring(shared.values, parity, phase, is_cut(extent))
                 if is_cut(extent) != 0:
+                    # % if not declared.key_value.get("KEEPERS")
                     self.inspect(shared, valid_rows_of(extent), parity)
+                    # % else
+                    # One warp looks at what all of them have decoded.
+                    cute.arch.barrier(barrier_id=1, number_of_threads=self.cta.threads_of("keeper"))
+                    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.cta.first_warp("keeper"):
+                        self.inspect(shared, valid_rows_of(extent), parity)
+                    # % endif
                 self.values.pass_on(shared.values, is_cut(extent))
             turn = turn + 1
 
