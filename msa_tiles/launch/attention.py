@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msa_tiles.call import backends, validate
+from msa_tiles.call import backends, formats, validate
 from msa_tiles.call.attention import Attention, AttentionCall, CombineCall
 from msa_tiles.call.schedule import WindowSchedule
 from msa_tiles.call.where import Where
@@ -34,9 +34,12 @@ from msa_tiles.runtime.facts import multiprocessors
 LOG2_E = math.log2(math.e)
 
 # Whether calls without a schedule of their own take the hybrid kernels where they exist: on an H100 at 32K 1.5x on
-# sticky selections and 1.1x on uniform ones. FILL is how many shared blocks a tile of neighbouring queries takes at
-# least, should its queries select so many: each spares partial results and costs products in vain.
-HYBRID = True
+# sticky selections and 1.1x on uniform ones. None leaves out keys and values of 4 bits where heads take turns: many
+# queries read a block of the KV-outer kernel then, and tiles of four decode it anew. On an H200, 8K queries on 1M keys
+# of NVFP4 take 2.51 ms for 2.70 on sticky selections so, 2.44 for 2.36 on uniform ones. FILL is how many blocks a
+# tile of neighbouring queries takes at least, should its queries select so many: each spares partial results and costs
+# products in vain.
+HYBRID: bool | None = None
 FILL = 0
 # Whether calls on quantised keys and values attend to a copy of them in bfloat16 where one fits the workspace: None
 # where it pays (see `msa_tiles.launch.copied`).
@@ -60,17 +63,23 @@ class Split(NamedTuple):
     last_rows: Tensor
 
 
-class Turn(NamedTuple):
-    """What a window's sparse_attention takes: queries, schedule and claims, and the window's number in them."""
+@dataclass(frozen=True)
+class Round:
+    """Some KV heads of a call, and what is theirs of everything that has heads."""
 
-    queries: Tensor
-    schedule: tuple[Tensor, ...]
-    number: int
+    kv: slice
+    q: Tensor
+    keys: tuple[Tensor, ...]
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The kernels of an attention call and its windows, ready to run on tensors of certain shapes."""
+    """The kernels of an attention call and its windows, ready to run on tensors of certain shapes.
+
+    ``heads`` is how many KV heads run at a time; one after the other, they take turns with the workspace.
+    """
 
     scheduler: Any
     attender: Any
@@ -79,27 +88,22 @@ class Launch:
     longest_k: int
     block_size: int
     scale_log2: float
+    heads: int
     window: int
     num_sms: int
 
     def __call__(self, given: Attention, workspace: Tensor | None, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse, one window of queries after the other."""
-        q, total_q = given.q, given.q.shape[0]
-        at = places.place(given.where, total_q, given.k.shape[0], self.block_size, q.device)
+        at = places.place(given.where, given.q.shape[0], given.k.shape[0], self.block_size, given.q.device)
         made = self.schedule(given.block_indices, at) if given.schedule is None else given.schedule
-        keys = operands.keys_and_values(given)
-        partial_out, partial_lse = workspaces.partials(workspace, out, self.window, given.block_indices.shape[2])
-        claims = torch.zeros(made.edges.shape[0], dtype=torch.int32, device=q.device)
-        # combine reads [splits, queries, heads, dim]: the slots are the splits.
-        split_out, split_lse = partial_out.transpose(0, 1), partial_lse.transpose(0, 1)
-        for index in backends.turns(range(made.edges.shape[0])):
-            first, count = index * self.window, min(self.window, total_q - index * self.window)
-            # A slot without an edge stays empty.
-            partial_lse.fill_(-torch.inf)
-            parts = (made.edges, made.tasks, made.counts, claims, partial_out, partial_lse)
-            self.attender(q, *keys, at.page_table, *parts, self.scale_log2, index, self.num_sms)
-            ours = slice(first, first + count)
-            self.merger(split_out[:, :count], split_lse[:, :count], out[ours], lse[ours])
+
+        def merge(of: Round, index: int, results: tuple[Tensor, Tensor]) -> None:
+            ours = slice(index * self.window, min((index + 1) * self.window, of.q.shape[0]))
+            # combine reads [splits, queries, heads, dim]: the slots are the splits.
+            parts = (part[: ours.stop - ours.start].transpose(0, 1) for part in results)
+            self.merger(*parts, of.out[ours], of.lse[ours])
+
+        self.attend(given, at, made, merge, workspace, out, lse)
 
     def schedule(self, block_indices: Tensor, at: Place) -> WindowSchedule:
         """Which queries read each block, in windows."""
@@ -113,70 +117,74 @@ class Launch:
         schedules.build(self.scheduler, block_indices, at, made)
         return made
 
-
-@dataclass(frozen=True)
-class Hybrid(Launch):
-    """Blocks that neighbouring queries share on the query side, in the place of the merge; no schedule is given.
-
-    ``heads`` is how many KV heads run at a time; one after the other, they take turns with the workspace.
-    """
-
-    splitter: Any
-    tile_tokens: int
-    fill: int
-    heads: int
-
-    def __call__(self, given: Attention, workspace: Tensor | None, out: Tensor, lse: Tensor) -> None:
-        assert given.schedule is None
-        q = given.q
-        at = places.place(given.where, q.shape[0], given.k.shape[0], self.block_size, q.device)
-        split = _split(self.splitter, given.block_indices, at, self.tile_tokens, self.fill)
-        keys = operands.keys_and_values(given)
-        parts = self.schedule(split.rest, at)[:3]
-        number, num_kv_heads, _ = parts[0].shape
+    def attend(
+        self,
+        given: Attention,
+        at: Place,
+        made: WindowSchedule,
+        merge: Callable[[Round, int, tuple[Tensor, Tensor]], None],
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Some heads after the other, each window after window, whose partial results overwrite the last one's."""
+        q, keys = given.q, operands.keys_and_values(given)
+        number, num_kv_heads, _ = made.edges.shape
         rounds, group = num_kv_heads // self.heads, q.shape[1] // num_kv_heads
         claims = torch.zeros(number * rounds, dtype=torch.int32, device=q.device)
         some = out[:, : self.heads * group]
         results = workspaces.partials(workspace, some, self.window, given.block_indices.shape[2])
-        if rounds == 1:
-            whole = (*parts, claims)
-            self._attend(q, keys, at, lambda index: Turn(q, whole, index), number, split, results, out, lse)
-            return
-        # The rounds of a window stand beside each other, like windows of fewer heads.
-        views = (*(part.view(number * rounds, self.heads, *part.shape[2:]) for part in parts), claims)
+        views: tuple[Tensor, ...] = (made.edges, made.tasks, made.counts, claims)
+        if rounds > 1:
+            # The rounds of a window stand beside each other, like windows of fewer heads.
+            views = (*(part.view(number * rounds, self.heads, *part.shape[2:]) for part in views[:3]), claims)
         for turn in range(rounds):
-            kv = slice(turn * self.heads, (turn + 1) * self.heads)
-            heads = slice(kv.start * group, kv.stop * group)
+            of = Round(slice(None), q, keys, out, lse)
+            if rounds > 1:
+                kv = slice(turn * self.heads, (turn + 1) * self.heads)
+                heads = slice(kv.start * group, kv.stop * group)
+                of = Round(kv, q[:, heads], operands.of_heads(keys, kv), out[:, heads], lse[:, heads])
+            for index in backends.turns(range(number)):
+                queries, window, place = of.q, views, index
+                if rounds > 1:
+                    place = index * rounds + turn
+                    window = tuple(view[place : place + 1] for view in views)
+                    queries, place = of.q[index * self.window :], 0
+                self._begin(results)
+                self.attender(
+                    queries, *of.keys, at.page_table, *window, *results, self.scale_log2, place, self.num_sms
+                )  # fmt: skip
+                merge(of, index, results)
 
-            def of_heads_alone(index: int, turn: int = turn, heads: slice = heads) -> Turn:
-                place = index * rounds + turn
-                schedule = tuple(view[place : place + 1] for view in views)
-                return Turn(q[index * self.window :, heads], schedule, 0)
+    def _begin(self, results: tuple[Tensor, Tensor]) -> None:
+        """Before the partial results of a window."""
+        # A slot without an edge stays empty.
+        results[1].fill_(-torch.inf)
 
-            rest, rest_counts, shared, shared_counts = (part[kv] for part in split[:4])
-            blocks = Split(rest, rest_counts, shared, shared_counts, split.last_rows)
-            results_of = (results, out[:, heads], lse[:, heads])
-            self._attend(q[:, heads], operands.of_heads(keys, kv), at, of_heads_alone, number, blocks, *results_of)
 
-    def _attend(
-        self,
-        q: Tensor,
-        keys: tuple[Tensor, ...],
-        at: Place,
-        turn: Callable[[int], Turn],
-        number: int,
-        split: Split,
-        results: tuple[Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Some heads, window after window; each window's partial results overwrite the last one's."""
-        blocks = split.shared, split.shared_counts, split.rest_counts, split.last_rows
-        for index in backends.turns(range(number)):
-            queries, schedule, place = turn(index)
-            self.attender(queries, *keys, at.page_table, *schedule, *results, self.scale_log2, place, self.num_sms)
-            merged = (*blocks, *results, out, lse)
-            self.merger(q, *keys, at.page_table, *merged, self.scale_log2, index, windows.CTAS_PER_SM * self.num_sms)
+@dataclass(frozen=True)
+class Hybrid(Launch):
+    """Blocks that neighbouring queries share on the query side, in the place of the merge; no schedule is given."""
+
+    splitter: Any
+    tile_tokens: int
+    fill: int
+
+    def __call__(self, given: Attention, workspace: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        assert given.schedule is None
+        at = places.place(given.where, given.q.shape[0], given.k.shape[0], self.block_size, given.q.device)
+        split = _split(self.splitter, given.block_indices, at, self.tile_tokens, self.fill)
+
+        def merge(of: Round, index: int, results: tuple[Tensor, Tensor]) -> None:
+            blocks = (split.shared[of.kv], split.shared_counts[of.kv], split.rest_counts[of.kv], split.last_rows)
+            merged = (*blocks, *results, of.out, of.lse)
+            ctas = windows.CTAS_PER_SM * self.num_sms
+            self.merger(of.q, *of.keys, at.page_table, *merged, self.scale_log2, index, ctas)
+
+        self.attend(given, at, self.schedule(split.rest, at), merge, workspace, out, lse)
+
+    def _begin(self, results: tuple[Tensor, Tensor]) -> None:
+        """Nothing: the rest of a query stands in its first slots, and there are counts of it."""
 
 
 def prepare(call: AttentionCall, out: Tensor) -> Launch | copied.Copied | None:
@@ -252,25 +260,28 @@ def find(facts: CallFacts, call: AttentionCall, out: Tensor) -> Launch:
     sizes = (given.where.num_requests, longest_k, block_size, call.softmax_scale * LOG2_E)
     tile_tokens = TILE_ROWS // max(num_q_heads // num_kv_heads, LEAST_ROWS)
     # Which blocks a tile shares depends on the neighbours; a block's partial results, and their order, on nothing.
-    shares = (
-        HYBRID and not call.batch_invariant and given.schedule is None and most >= tile_tokens and lookup.aligned(out)
-    )
-    if shares and lookup.part_serves(facts, backend, "shared_attention", facts.variant, facts.features):
+    shares = not call.batch_invariant and given.schedule is None and most >= tile_tokens and lookup.aligned(out)
+    block_bytes = block_size * sum(each.shape[-1] * each.element_size() for each in (given.k, given.v))
+    room = (total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes)
+    heads, window = windows.choose_rounds(*room, tile_tokens, num_sms) if shares else (num_kv_heads, 0)
+    wanted = HYBRID if HYBRID is not None else heads == num_kv_heads or not formats.is_packed(given.k)
+    if shares and wanted and lookup.part_serves(facts, backend, "shared_attention", facts.variant, facts.features):
         merger = _find(facts, backend, "shared_attention", facts.variant)
-        block_bytes = block_size * sum(each.shape[-1] * each.element_size() for each in (given.k, given.v))
-        heads, window = windows.choose_rounds(
-            total_q, most, topk, num_kv_heads, longest_k, block_size, block_bytes, tile_tokens, num_sms
-        )
         splitter = _find_splitter(facts, backend, block_size, tile_tokens)
-        return Hybrid(scheduler, attender, merger, *sizes, window, num_sms, splitter, tile_tokens, FILL, heads)
+        return Hybrid(scheduler, attender, merger, *sizes, heads, window, num_sms, splitter, tile_tokens, FILL)
     least = 1 if given.schedule is None else given.schedule.window
     if most < least:
-        wanted = least * workspaces.partial_bytes(topk, num_q_heads, head_dim)
-        wanted_text = f"at least {wanted} for a window of {least} queries"
+        wanted_bytes = least * workspaces.partial_bytes(topk, num_q_heads, head_dim)
+        wanted_text = f"at least {wanted_bytes} for a window of {least} queries"
         validate.refuse("workspace", f"{call.workspace_bytes} bytes", wanted_text)
     merger = _find(facts, backend, "combine", {"head_dim": head_dim})
-    window = windows.window_for(total_q, most) if given.schedule is None else given.schedule.window
-    return Launch(scheduler, attender, merger, *sizes, window, num_sms)
+    if given.schedule is None:
+        heads, window = windows.choose_rounds(*room, 1, num_sms)
+        if heads == num_kv_heads:
+            window = windows.window_for(total_q, most)
+    else:
+        heads, window = num_kv_heads, given.schedule.window
+    return Launch(scheduler, attender, merger, *sizes, heads, window, num_sms)
 
 
 def split_selection(

@@ -170,4 +170,4 @@ def test_hybrid_kernels_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "part_serves", lambda *arguments: asked.append(arguments[2]) or False)
     for flag in (False, True):
         facts_of("sparse_attention", 37, flag)
-    assert attention.HYBRID and asked == ["shared_attention"]
+    assert attention.HYBRID is None and asked == ["shared_attention"]

@@ -85,12 +85,13 @@ def test_the_kernel_before_shared_attention_begins_when_all_is_there() -> None:
             assert "pdl" not in text and "griddepcontrol" not in text, cell.id
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     ("pages_per_block", "queries", "number", "rounds"), [(0, 40, 2, 1), (2, 40, 2, 1), (0, 20, 2, 2), (2, 40, 1, 2)]
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(2)
 def test_the_launch_code_gives_every_kernel_what_it_wants(
-    monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, number: int, rounds: int
+    monkeypatch: pytest.MonkeyPatch, pages_per_block: int, queries: int, number: int, rounds: int, shared: bool
 ) -> None:
     launched = []
 
@@ -121,11 +122,11 @@ def test_the_launch_code_gives_every_kernel_what_it_wants(
     given = Attention(q, k, v, ids, Where(**{**where, "max_seqlen_k": 200}))
     workspace_bytes = queries * workspaces.partial_bytes(topk, heads * group, dim)
     attend = AttentionCall(given, block_size, 0.2, workspace_bytes, False, "tilelang")
-    with hybrid(True, fill=1):
+    with hybrid(shared, fill=1):
         launch = attention.find(operands.facts("sparse_attention", attend), attend, out)
     launch(given, None, out, lse)
-    pairs = ["sparse_attention", "shared_attention"] * (number * rounds)
-    assert launched == ["split_selection", "build_schedule", *pairs]
+    pairs = ["sparse_attention", "shared_attention" if shared else "combine"] * (number * rounds)
+    assert launched == [*(["split_selection"] if shared else []), "build_schedule", *pairs]
     wanted, wanted_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), ids, block_size=block_size, softmax_scale=0.2, **where
     )
