@@ -17,8 +17,8 @@ COURSE = train.Course(
     reader.Sizes(Shape(num_q_heads=4, num_kv_heads=2, num_index_heads=2, head_dim=64, block_size=16, topk=4), 32),
     lesson_tokens=512,
     questions=6,
-    warmup_steps=30,
-    sparse_steps=30,
+    warmup_steps=60,
+    sparse_steps=60,
     learning_rate=6e-3,
     exams=2,
     between=30,
@@ -37,13 +37,13 @@ def test_the_indexer_learns_where_attention_looks(tmp_path, capsys):
     assert main(["demo", "--train", "--tokens", "8192", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "training.json").read_text())
-    assert report["learnt"] and len(report["losses"]) == 60 and report["blocks"] == 32
+    assert report["learnt"] and len(report["losses"]) == 120 and report["blocks"] == 32
     before, after = report["grades"][0], report["grades"][-1]
-    assert [grade["step"] for grade in report["grades"]] == [0, 2, 4, 7, 11, 30, 60]
+    assert [grade["step"] for grade in report["grades"]] == [0, 2, 4, 7, 11, 30, 60, 90, 120]
     # An indexer that knows nothing selects four of up to 32 blocks; afterwards every answer is in.
     assert before["answers_selected"] < 0.4 and after["answers_selected"] > 0.9 and after["answers_read"] > 0.9
     assert before["mass"] < 0.5 < 0.85 * after["best_mass"] < after["mass"] <= after["best_mass"] <= 1.0
-    assert sum(report["losses"][:5]) > 2 * sum(report["losses"][25:30])
+    assert sum(report["losses"][:5]) > 2 * sum(report["losses"][55:60])
     assert after["divergence"] < 0.5 * before["divergence"]
     assert f"{before['answers_selected']:.1%} before, {after['answers_selected']:.1%} after" in shown
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
