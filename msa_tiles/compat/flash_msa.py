@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import heads_first
+from msa_tiles.compat import arguments, heads_first
 
 __all__ = ["flash_msa_func", "flash_msa_func_warmup", "flash_msa_warmup_func", "sparse_attention_warmup"]
 
@@ -34,6 +34,7 @@ class _Heads(NamedTuple):
     where: dict[str, Any]
 
 
+@arguments.told(idx_q="q_proxy", idx_k="k_proxy", topk="top_k", softmax_scale="scale", index_scale="scale")
 def flash_msa_func(
     q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,7 @@ def flash_msa_func(
     return _shaped(out, q), _loss(heads, lse, ids, scale, options)
 
 
+@arguments.told(idx_q="q_proxy", idx_k="k_proxy", topk="top_k", softmax_scale="scale", index_scale="scale")
 def flash_msa_func_warmup(
     q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept, packed
+from msa_tiles.call import validate
+from msa_tiles.compat import arguments, kept, packed
 from msa_tiles.compat.flashinfer_scores import check_output, msa_proxy_score, msa_proxy_score_fp4
 
 __all__ = [
@@ -33,6 +34,14 @@ __all__ = [
 ]
 
 SUPPORTS_PACKED_KV = True
+# What an error of our operators calls a parameter, and a selection of scores calls it.
+SELECTING = {
+    "score": "max_score",
+    "num_valid_blocks": "num_valid_pages",
+    "out": "output",
+    "init_blocks": "force_begin_blocks",
+    "local_blocks": "force_end_blocks",
+}
 
 
 def supports_packed_kv(device: torch.device | str) -> bool:
@@ -44,6 +53,7 @@ def supports_packed_kv(device: torch.device | str) -> bool:
     return True
 
 
+@arguments.told(**SELECTING)
 @torch.no_grad()
 def msa_topk_select(
     max_score: Tensor,
@@ -96,6 +106,7 @@ def select(
     return output
 
 
+@arguments.told(block_indices="q2k_indices", q_positions="q_offset")
 @torch.no_grad()
 def msa_sparse_attention(
     q: Tensor,
@@ -140,6 +151,8 @@ def msa_sparse_attention(
     """
     packed.check_queries(q)
     _refuse_workspace(workspace)
+    if return_temperature_lse:
+        packed.check_temperature(lse_temperature_scale)
     keys, values = packed.keys_and_values(k, v, k_scale, v_scale, k_global_scale, v_global_scale)
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, q_offset, q.shape[0])
     options: dict[str, Any] = {"few": False, "k_scale": k_global_scale, "v_scale": v_global_scale}
@@ -152,6 +165,7 @@ def msa_sparse_attention(
     return result, lse, packed.attend(q, keys, values, q2k_indices, where, scale, **options)[1]
 
 
+@arguments.told(block_indices="q2k_indices", q_positions="q_offset")
 @torch.no_grad()
 def msa_sparse_decode_attention(
     q: Tensor,
@@ -204,6 +218,7 @@ def msa_sparse_decode_attention(
     return (result, lse) if return_softmax_lse else result
 
 
+@arguments.told()
 def prepare_msa_nvfp4_sparse_decode(
     q: Tensor,
     k: Tensor,
@@ -231,6 +246,11 @@ def prepare_msa_nvfp4_sparse_decode(
     some of it when the function is called.
     """
     result = q.new_empty(q.shape, dtype=torch.bfloat16 if q.dtype == packed.FP8 else q.dtype) if out is None else out
+
+    validate.int32("page_table", page_table, [None, None], "[B, pages]", q, "q")
+    validate.int32("seqused_k", seqused_k, [page_table.shape[0]], "[B]", q, "q")
+    if lse is not None:
+        check_output(lse, tuple(q.shape[:2]), torch.float32, "lse")
 
     def run() -> Tensor:
         found = msa_sparse_decode_attention(

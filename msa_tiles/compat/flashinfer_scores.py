@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import four_bits, kept, packed
+from msa_tiles.compat import arguments, four_bits, kept, packed
 from msa_tiles.quant import QuantizedTensor
 
 
+@arguments.told(idx_q="q", idx_k="k", q_positions="q_offset")
 @torch.no_grad()
 def msa_proxy_score(
     q: Tensor,
@@ -48,6 +49,9 @@ def msa_proxy_score(
     Raises ``ValueError`` or ``TypeError`` for shapes that do not fit, float16, and e4m3 keys below other queries.
     """
     packed.check_queries(q)
+    if k.dim() != (3 if page_table is None else 4):
+        wanted = "[Tk, Hkv, D]" if page_table is None else f"[pages, Hkv, {packed.BLOCK}, D] beside page_table"
+        raise ValueError(f"k: got shape {list(k.shape)}; wanted {wanted}")
     if k.dtype != q.dtype:
         raise TypeError(f"k: got dtype {k.dtype} below queries of {q.dtype}; wanted one dtype of both")
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
@@ -55,6 +59,7 @@ def msa_proxy_score(
     return _answer(scores(q, list(k.unbind(1)), where, tiles, causal, max_seqlen_q), output, reduce_heads)
 
 
+@arguments.told(idx_q="q_fp4", idx_k="k_fp4", q_positions="q_offset")
 @torch.no_grad()
 def msa_proxy_score_fp4(
     q_fp4: Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_tiles.compat import kept, packed
+from msa_tiles.compat import arguments, kept, packed
 
 
 @torch.no_grad()
@@ -102,6 +102,7 @@ class SparseDecodePagedAttentionWrapper:
         )  # fmt: skip
 
 
+@arguments.told(block_indices="q2k_indices", block_size="blk_kv")
 def _decode(
     q: Tensor,
     k: Tensor,

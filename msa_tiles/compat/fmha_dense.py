@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import flashinfer_scores, packed, positions
+from msa_tiles.compat import arguments, flashinfer_scores, packed, positions
 
 CHUNK = 64  # blocks that one call of the attention operators takes
 TILES = 128  # of scores: their number is rounded up to a multiple of it
@@ -33,6 +34,7 @@ class Plan:
     causal: bool
 
 
+@arguments.told()
 def fmha_sm100_plan(
     qo_segment_lens: Tensor,
     kv_segment_lens: Tensor,
@@ -82,6 +84,8 @@ def fmha_sm100_plan(
             raise ValueError(f"{name}: got {min(lengths)} among them; wanted no length below 0")
     if isinstance(qo_offset, Tensor):
         qo_offset = qo_offset.to(device, torch.int32)
+    elif qo_offset is not None:
+        qo_offset = operator.index(qo_offset)
     tiles = -(-max(keys) // packed.BLOCK)
     plan = Plan(
         starts_q=_starts(queries, device),
@@ -91,7 +95,7 @@ def fmha_sm100_plan(
         offset=qo_offset,
         max_seqlen_q=max(queries),
         max_seqlen_k=max(keys),
-        heads=num_qo_heads,
+        heads=operator.index(num_qo_heads),
         page_size=page_size,
         tiles=-(-tiles // TILES) * TILES if output_maxscore else -1,
         blocks=kv_block_num,
@@ -100,6 +104,9 @@ def fmha_sm100_plan(
     return False, 0, len(queries), plan, None
 
 
+@arguments.told(
+    idx_q="q", idx_k="k", block_indices="kv_block_indexes", q_positions="q_offset_override", softmax_scale="sm_scale"
+)
 @torch.no_grad()
 def fmha_sm100(
     q: Tensor,

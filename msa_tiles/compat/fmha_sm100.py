@@ -10,13 +10,12 @@ in the order of SM100's products, dense decode, physical pages in place of block
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msa_tiles.compat import flashinfer, flashinfer_scores, four_bits, k2q, packed
+from msa_tiles.compat import arguments, flashinfer, flashinfer_scores, four_bits, k2q, packed
 from msa_tiles.compat.fmha_decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
 from msa_tiles.compat.fmha_dense import fmha_sm100, fmha_sm100_plan
 
@@ -34,6 +33,7 @@ __all__ = [
 ]
 
 
+@arguments.told(**flashinfer.SELECTING)
 @torch.no_grad()
 def sparse_topk_select(
     max_score: Tensor,
@@ -81,6 +81,7 @@ def sparse_topk_select(
     return ids.copy_(torch.where(ids < 0, ids, entries))
 
 
+@arguments.told()
 @torch.no_grad()
 def build_k2q_csr(
     q2k_indices: Tensor,
@@ -128,6 +129,7 @@ def build_k2q_csr(
     return (*found, None) if return_schedule else found
 
 
+@arguments.told(topk="topK", block_size="blk_kv", block_indices="k2q_q_indices")
 @torch.no_grad()
 def sparse_atten_func(
     q: Tensor,
@@ -179,6 +181,7 @@ def sparse_atten_func(
     )  # fmt: skip
 
 
+@arguments.told(topk="topK", block_size="blk_kv", block_indices="k2q_q_indices")
 @torch.no_grad()
 def sparse_atten_nvfp4_kv_func(
     q: Tensor,
@@ -241,8 +244,7 @@ def _attend(
     packed.check_queries(q)
     if return_temperature_lse and not return_softmax_lse:
         raise ValueError("return_temperature_lse: got True; wanted return_softmax_lse = True beside it")
-    if not (math.isfinite(lse_temperature_scale) and lse_temperature_scale > 0):
-        raise ValueError(f"lse_temperature_scale: got {lse_temperature_scale}; wanted a finite number above 0")
+    packed.check_temperature(lse_temperature_scale)
     total_q, levels = q.shape[0], -(-max_seqlen_k // blk_kv)
     ids = k2q.selected(*csr, topk, cu_seqlens_q, cu_seqlens_k, blk_kv, levels, total_q)
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, None, total_q)
@@ -260,6 +262,7 @@ def _attend(
 class SparseK2qCsrBuilderSm100:
     """`build_k2q_csr` as an object; ``blk_kv`` is its ``kv_block_size``."""
 
+    @arguments.told(kv_block_size="blk_kv")
     def __call__(
         self, q2k_indices: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, blk_kv: int = 128, **further: Any
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
@@ -267,6 +270,9 @@ class SparseK2qCsrBuilderSm100:
         return build_k2q_csr(q2k_indices, cu_seqlens_q, cu_seqlens_k, blk_kv, **further)
 
 
+@arguments.told(
+    idx_q="q_fp4", idx_k="k_fp4", page_table="kv_indices", q_positions="qo_offset", seqused_k="cu_seqlens_k"
+)
 @torch.no_grad()
 def fp4_indexer_block_scores(
     q_fp4: Tensor,

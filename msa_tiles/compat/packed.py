@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import torch
@@ -99,6 +100,12 @@ def check_queries(q: Tensor) -> None:
         raise ValueError(f"q: got shape {list(q.shape)}; wanted [T, heads, D]")
     if q.dtype == torch.float16:
         raise TypeError("q: got dtype torch.float16; wanted torch.bfloat16, which all kernels here take")
+
+
+def check_temperature(scale: float) -> None:
+    """Refuse what scores cannot be multiplied or divided by."""
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"lse_temperature_scale: got {scale}; wanted a finite number above 0")
 
 
 def attend(

@@ -277,7 +277,7 @@ def test_wrong_arguments_are_named(change, message):
             "index_kv_cache: got shape [5, 64, 128]; wanted [num_blocks, 128",
         ),
         ({"decode_query_len": 4, "seq_lens": torch.zeros(1, dtype=torch.int32)}, "decode_query_len: got 4 beside"),
-        ({"index_kv_cache": torch.zeros(5, PAGE, DIM).to(FP8)}, "idx_k: got dtype torch.float8_e4m3fn"),
+        ({"index_kv_cache": torch.zeros(5, PAGE, DIM).to(FP8)}, "index_kv_cache: got dtype torch.float8_e4m3fn"),
     ],
 )
 def test_wrong_arguments_of_the_indexer_are_named(change, message):

@@ -12,15 +12,30 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
-from msa_tiles.compat import kept, servers
+from msa_tiles.call import validate
+from msa_tiles.compat import arguments, kept, servers
 from msa_tiles.compat.vllm import caches
 from msa_tiles.compat.vllm.caches import PAGE
 
 INIT_SCORE, LOCAL_SCORE = 1e30, 1e29
 SCORE_COLUMNS = 16
 """Score matrices have a multiple of this many columns."""
+# What an error of our operators calls a parameter, and vLLM calls it.
+_OWN = {
+    "block_indices": "topk_idx",
+    "idx_k": "index_kv_cache",
+    "max_seqlen_k": "max_seq_len",
+    "max_seqlen_q": "max_query_len",
+    "page_table": "block_table",
+    "q_positions": "prefix_lens",
+    "seqused_k": "seq_lens",
+    "softmax_scale": "sm_scale",
+}
+_OWN_DECODE = {**_OWN, "max_seqlen_q": "decode_query_len"}
+_ATTENDED = {"k": "kv_cache", "v": "kv_cache", "out": "output"}
 
 
+@arguments.told(**_OWN)
 @torch.no_grad()
 def minimax_m3_index_score(
     idx_q: Tensor,
@@ -61,6 +76,7 @@ def minimax_m3_index_score(
     )
 
 
+@arguments.told(**_OWN)
 @torch.no_grad()
 def minimax_m3_index_topk(
     score: Tensor,
@@ -95,6 +111,7 @@ def minimax_m3_index_topk(
     )
 
 
+@arguments.told(**_OWN_DECODE)
 @torch.no_grad()
 def minimax_m3_index_decode_score(
     idx_q: Tensor,
@@ -124,6 +141,7 @@ def minimax_m3_index_decode_score(
     return _published(score, score_out)
 
 
+@arguments.told(**_OWN_DECODE)
 @torch.no_grad()
 def minimax_m3_index_decode(
     idx_q: Tensor,
@@ -167,6 +185,7 @@ def minimax_m3_index_decode(
     )
 
 
+@arguments.told(**_OWN, **_ATTENDED)
 @torch.no_grad()
 def minimax_m3_sparse_attn(
     q: Tensor,
@@ -190,6 +209,7 @@ def minimax_m3_sparse_attn(
     the pool], both or none, and not looked at unless the cache is e4m3.
     """
     _check_int32(block_table=block_table, seq_lens=seq_lens, prefix_lens=prefix_lens)
+    validate.tensor("output", output, "[T, Hq, D]")
     k, v = caches.keys_and_values(kv_cache, num_kv_heads, q.shape[-1])
     k, v, k_scale, v_scale = caches.scales(k, v, k_scale, v_scale)
     requests = cu_seqlens_q.shape[0] - 1
@@ -211,6 +231,7 @@ def minimax_m3_sparse_attn(
     )
 
 
+@arguments.told(**_OWN_DECODE, **_ATTENDED)
 @torch.no_grad()
 def minimax_m3_sparse_attn_decode(
     q: Tensor,
@@ -232,6 +253,7 @@ def minimax_m3_sparse_attn_decode(
     """
     _check_int32(block_table=block_table, seq_lens=seq_lens)
     _check_queries("q", q, seq_lens, decode_query_len)
+    validate.tensor("output", output, "[T, Hq, D]")
     k, v = caches.keys_and_values(kv_cache, num_kv_heads, q.shape[-1])
     k, v, k_scale, v_scale = caches.scales(k, v, k_scale, v_scale)
     requests = seq_lens.shape[0]
@@ -252,6 +274,7 @@ def minimax_m3_sparse_attn_decode(
     )
 
 
+@arguments.told(out="score_out")
 def _decode_scores(
     idx_q: Tensor,
     index_kv_cache: Tensor,
