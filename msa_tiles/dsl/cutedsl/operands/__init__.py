@@ -42,6 +42,7 @@ what the kernel does with blocks that are seen in part.
   Producer  load(…, parity, inspected), and end_of_loads behind the last block
   Keeper    bring(…) until a block is ready but for the inspection, then pass_on; end_of_tasks behind the last block
   Scales    fold, and of_head(stored, head): what outputs are multiplied with, or None
+With KEEPERS in its module so many warps are the keeper, and all of them arrive where one does.
 
 `InRing(…)` is that in a ring of tiles of 16 bits that belongs to the kernel, and also holds other things. Its `fold`
 gives no 0, by which the kernel divides.
@@ -60,7 +61,8 @@ With SCORES in its module, as where keys are multiplied as they are stored, it m
 Formats that are decoded share what surrounds it (msa_tiles.dsl.cutedsl.decoded_left, decoded_right, and decoding for
 words). Beside them e4m3 has its storage and a file for each place (e4m3_storage, e4m3_left, e4m3_right, e4m3_ring);
 formats of 4 bits share theirs (packed, packed_left and packed_pieces, packed_tile, packed_right, packed_ring), and a
-module here has the group, the scales, and what a code becomes. nvfp4_pieces and mxfp4_pieces have left sides in pieces.
+module here has the group, the scales, and what a code becomes. nvfp4_pieces and mxfp4_pieces have left sides in pieces;
+e4m3_by_warps, nvfp4_by_warps and mxfp4_by_warps right sides that several warps decode (by_warps).
 
 Index keys have a contract of their own, and modules `index_<format>` that a row names (`operands: {index_key: …}`).
   multiplied()              the element of the product, and of queries
