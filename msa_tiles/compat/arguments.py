@@ -15,8 +15,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from msa_tiles.call import validate
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -70,7 +68,5 @@ def told(**theirs: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _refuse(name: str, value: Any, kinds: list[str], error: Exception) -> NoReturn:
     *most, last = (_KINDS[kind][0] for kind in kinds)
-    try:
-        validate.refuse_type(name, type(value).__name__, f"{', '.join(most)} or {last}" if most else last)
-    except TypeError as refusal:
-        raise refusal from error
+    wanted = f"{', '.join(most)} or {last}" if most else last
+    raise TypeError(f"{name}: got {type(value).__name__}; wanted {wanted}") from error
