@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles.quant import layouts, rounding
-from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor, require_tensor
+from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor, require_tensor, require_unquantised
 
 # Values that are in work at a time, in float64: near the caches of a CPU, and enough to fill a GPU.
 CHUNK = {"cpu": 1 << 18}
@@ -70,9 +70,7 @@ def quantize_mxfp4(tensor: Tensor, *, layout: str = "linear") -> QuantizedTensor
 
 def _checked(tensor: Tensor, format: str) -> Tensor:
     require_tensor("tensor", tensor, "a tensor [..., T, D]")
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        wanted = "values that are not quantised yet: bfloat16, float16, float32 or float64"
-        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted {wanted}")
+    require_unquantised("tensor", tensor)
     group = GROUPS[format].size
     if tensor.dim() < 2 or tensor.shape[-1] % group or tensor.shape[-1] == 0:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor, require_tensor
+from msa_tiles.quant.tensor import HEADS, PER, QuantizedTensor, require_tensor, require_unquantised
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # e4m3's largest number
@@ -23,9 +23,7 @@ def quantize_fp8(tensor: Tensor, per: str = "tensor") -> QuantizedTensor:
     if per not in PER:
         raise ValueError(f"per: got {per!r}; wanted one of {', '.join(map(repr, PER))}")
     require_tensor("tensor", tensor)
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        wanted = "values that are not quantised yet: bfloat16, float16, float32 or float64"
-        raise TypeError(f"tensor: got dtype {tensor.dtype}; wanted {wanted}")
+    require_unquantised("tensor", tensor)
     if per == "head" and tensor.dim() < 3:
         raise ValueError(f"tensor: got shape {list(tensor.shape)}; wanted heads, [T, H, D] or [pages, H, page, D]")
     values = tensor.to(torch.float32)

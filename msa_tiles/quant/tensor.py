@@ -34,6 +34,13 @@ def require_tensor(name: str, value: object, wanted: str = "a tensor") -> None:
         raise TypeError(f"{name}: got {type(value).__name__}; wanted {wanted}")
 
 
+def require_unquantised(name: str, value: Tensor) -> None:
+    """Raise TypeError that names a tensor whose values nothing can be rounded from."""
+    if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+        wanted = "values that are not quantised yet: bfloat16, float16, float32 or float64"
+        raise TypeError(f"{name}: got dtype {value.dtype}; wanted {wanted}")
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """Stored elements and their scales; operators take it in place of a tensor.
