@@ -16,11 +16,9 @@ from msa_tiles.spec.model import DSLS
 if TYPE_CHECKING:
     import torch
 
-    from msa_tiles.codegen.lacks import Lack
     from msa_tiles.runtime.build import Job
     from msa_tiles.runtime.facts import DeviceFacts
     from msa_tiles.runtime.registry import Cell, Registry, Target
-    from msa_tiles.spec import Specs
     from msa_tiles.spec.model import Target as TargetSpec
 
 MOST_JOBS = 8  # processes for each processor: more of them only take memory
@@ -282,24 +280,6 @@ def on_target(cells: Iterable[Cell], facts: DeviceFacts, args: argparse.Namespac
         targets = ", ".join(dict.fromkeys(cell.target for cell in cells))
         raise ValueError(f"no cell that matches {filter_text(filters_of(args))} is for {facts}; they are for {targets}")
     return found
-
-
-def lacks_of(
-    specs: Specs, targets: Iterable[str], present: Collection[str] | None, ops: Collection[str]
-) -> dict[str, list[Lack]]:
-    """What each of these targets lacks, those left out that no spec is of."""
-    from msa_tiles.codegen.lacks import lacks
-
-    return {name: lacks(specs, name, present, ops) for name in targets if name in specs.targets}
-
-
-def show_lacks(specs: Specs, targets: Iterable[str], present: Collection[str] | None, ops: Collection[str]) -> None:
-    """A table for each target that lacks operators: which, why, and what would have to be written."""
-    for target, found in lacks_of(specs, targets, present, ops).items():
-        if found:
-            console.say(f"\n{target} has no kernels of")
-            rows = [(each.operator, each.reason, each.remedy) for each in found]
-            console.table([("operator", "because", "what would have to be written"), *rows])
 
 
 def only(option: str, given: Sequence[str], why: str) -> str:

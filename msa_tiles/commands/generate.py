@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msa_tiles import console, trees
+from msa_tiles.commands._lacks import show_lacks
 from msa_tiles.commands._options import (
     add_filters,
     check_filters,
     filter_text,
     filters_of,
-    show_lacks,
     tree_options,
 )
 from msa_tiles.files import refuse_unwritable

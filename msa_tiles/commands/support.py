@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msa_tiles import console, readable, trees
+from msa_tiles.commands._lacks import lacks_of, show_lacks
 from msa_tiles.commands._options import (
     add_filters,
     check_filters,
     filters_of,
     known_names,
-    lacks_of,
     select,
-    show_lacks,
     tell_changed_targets,
 )
 from msa_tiles.sources import operands_in
