@@ -43,6 +43,21 @@ def tensor(name: str, value: Any, dims: str) -> Tensor:
     return value
 
 
+def shaped(name: str, value: Any, shape: Sequence[Any], dims: str) -> Tensor:
+    """A tensor of this shape (None: any size), which ``dims`` describes."""
+    tensor(name, value, dims)
+    _sizes(name, value, shape, dims)
+    return value
+
+
+def _sizes(name: str, value: Tensor, shape: Sequence[Any], dims: str) -> None:
+    if any(wanted is not None and size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
+        known = [
+            label if size is None else size for size, label in zip(shape, dims.strip("[]").split(", "), strict=True)
+        ]
+        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
+
+
 def floating(
     name: str,
     value: Any,
@@ -82,11 +97,7 @@ def int32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor, 
     tensor(name, value, dims)
     if value.dtype != torch.int32:
         refuse_type(name, f"dtype {value.dtype}", "torch.int32")
-    if any(wanted is not None and size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
-        known = [
-            label if size is None else size for size, label in zip(shape, dims.strip("[]").split(", "), strict=True)
-        ]
-        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
+    _sizes(name, value, shape, dims)
     same_device(name, value, like, like_name)
     return value
 
@@ -172,11 +183,7 @@ def destination(
     tensor(name, value, dims)
     if value.dtype != dtype:
         refuse_type(name, f"dtype {value.dtype}", str(dtype))
-    if any(wanted is not None and size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
-        known = [
-            label if size is None else size for size, label in zip(shape, dims.strip("[]").split(", "), strict=True)
-        ]
-        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(known)}")
+    _sizes(name, value, shape, dims)
     same_device(name, value, like, like_name)
     unit_last_stride(name, value)
     return written(name, value)

@@ -87,6 +87,7 @@ def _heads(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor) ->
     for name, each in tensors.items():
         if each.dim() != 4:
             raise ValueError(f"{name}: got shape {list(each.shape)}; wanted [B, heads, S, D]")
+    for name, each in tensors.items():
         if (each.shape[0], each.shape[2]) != (q.shape[0], q.shape[2]):
             raise ValueError(
                 f"{name}: got shape {list(each.shape)}; wanted B = {q.shape[0]} and S = {q.shape[2]} like q"

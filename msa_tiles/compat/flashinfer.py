@@ -245,6 +245,7 @@ def prepare_msa_nvfp4_sparse_decode(
     are about FlashInfer's kernels and have no effect. Raises ``ValueError`` or ``TypeError`` for what does not fit,
     some of it when the function is called.
     """
+    packed.check_queries(q)
     result = q.new_empty(q.shape, dtype=torch.bfloat16 if q.dtype == packed.FP8 else q.dtype) if out is None else out
 
     validate.int32("page_table", page_table, [None, None], "[B, pages]", q, "q")

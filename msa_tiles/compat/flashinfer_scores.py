@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
+from msa_tiles.call import validate
 from msa_tiles.compat import arguments, four_bits, kept, packed
 from msa_tiles.quant import QuantizedTensor
 
@@ -55,7 +56,7 @@ def msa_proxy_score(
     if k.dtype != q.dtype:
         raise TypeError(f"k: got dtype {k.dtype} below queries of {q.dtype}; wanted one dtype of both")
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
-    tiles = _tiles(max_k_tiles, output, cu_seqlens_k, page_table, seqused_k)
+    tiles = _tiles(max_k_tiles, output, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k)
     return _answer(scores(q, list(k.unbind(1)), where, tiles, causal, max_seqlen_q), output, reduce_heads)
 
 
@@ -119,7 +120,7 @@ def msa_proxy_score_fp4(
         for each, of_head in zip(k_fp4.unbind(1), scale.unbind(1), strict=True)
     ]
     where = packed.places(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, True, q_offset, q.shape[0])
-    tiles = _tiles(max_k_tiles, output, cu_seqlens_k, page_table, seqused_k)
+    tiles = _tiles(max_k_tiles, output, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k)
     return _answer(scores(q, keys, where, tiles, causal, max_seqlen_q), output, reduce_heads)
 
 
@@ -154,15 +155,16 @@ def check_output(output: Tensor, shape: tuple[int, ...], dtype: torch.dtype, nam
 def _tiles(
     given: int | None,
     output: Tensor | None,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     page_table: Tensor | None,
     seqused_k: Tensor | None,
 ) -> int:
     """The number of blocks: as given, or of the buffer, or of the longest request."""
     if given is None and output is not None:
-        given = output.shape[1]
+        given = validate.tensor("output", output, "[H, tiles, T]").shape[1]
     if given is None:
-        lengths = packed.key_lengths(cu_seqlens_k, page_table, seqused_k)
+        lengths = packed.key_lengths(cu_seqlens_k, page_table, seqused_k, packed.num_requests(cu_seqlens_q))
         longest = int(lengths.max()) if lengths.numel() else 0
         given = -(-longest // packed.BLOCK)
     return given

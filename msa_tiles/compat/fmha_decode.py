@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.call import validate
 from msa_tiles.compat import arguments, kept, packed
 
 
@@ -122,6 +123,7 @@ def _decode(
     if q2k_indices is None:
         raise NotImplementedError("q2k_indices: got None; wanted int32 [Hkv, T, k]: dense decode is not served here")
     packed.check_queries(q)
+    validate.tensor("page_table", page_table, "[B, pages]")
     keys, values = packed.keys_and_values(k, v, None, None, None, None)
     if seqlen_q < 1 or q.shape[0] != page_table.shape[0] * seqlen_q:
         raise ValueError(f"q: got {q.shape[0]} rows; wanted seqlen_q = {seqlen_q} for {page_table.shape[0]} requests")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
+from msa_tiles.call import validate
 from msa_tiles.compat import arguments, flashinfer_scores, packed, positions
 
 CHUNK = 64  # blocks that one call of the attention operators takes
@@ -67,7 +68,8 @@ def fmha_sm100_plan(
     ``use_fp8_kvcache`` and ``stream`` are about the original's kernels and have no effect. Raises ``ValueError`` for
     what does not fit.
     """
-    if qo_segment_lens.dim() != 1 or qo_segment_lens.shape != kv_segment_lens.shape or not qo_segment_lens.numel():
+    validate.tensor("qo_segment_lens", qo_segment_lens, "[B]")
+    if qo_segment_lens.shape != kv_segment_lens.shape or not qo_segment_lens.numel():
         came = f"{list(kv_segment_lens.shape)} beside qo_segment_lens {list(qo_segment_lens.shape)}"
         raise ValueError(f"kv_segment_lens: got shape {came}; wanted [B] for both, of one request or more")
     if kv_block_num > 0 and output_maxscore:
@@ -78,11 +80,18 @@ def fmha_sm100_plan(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     elif isinstance(device, int):
         device = torch.device("cuda", device)
+    else:
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device: got {device!r}; wanted a device of torch, such as 'cuda:0'") from error
     queries, keys = qo_segment_lens.tolist(), kv_segment_lens.tolist()
     for name, lengths in (("qo_segment_lens", queries), ("kv_segment_lens", keys)):
         if min(lengths) < 0:
             raise ValueError(f"{name}: got {min(lengths)} among them; wanted no length below 0")
     if isinstance(qo_offset, Tensor):
+        if qo_offset.dim():
+            validate.shaped("qo_offset", qo_offset, [len(queries)], "[B]")
         qo_offset = qo_offset.to(device, torch.int32)
     elif qo_offset is not None:
         qo_offset = operator.index(qo_offset)
@@ -105,8 +114,9 @@ def fmha_sm100_plan(
 
 
 @arguments.told(
-    idx_q="q", idx_k="k", block_indices="kv_block_indexes", q_positions="q_offset_override", softmax_scale="sm_scale"
-)
+    idx_q="q", idx_k="k", block_indices="kv_block_indexes", cu_seqlens_k="plan_info", q_positions="q_offset_override",
+    softmax_scale="sm_scale",
+)  # fmt: skip
 @torch.no_grad()
 def fmha_sm100(
     q: Tensor,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msa_tiles.call import validate
 from msa_tiles.compat import arguments, flashinfer, flashinfer_scores, four_bits, k2q, packed
 from msa_tiles.compat.fmha_decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
 from msa_tiles.compat.fmha_dense import fmha_sm100, fmha_sm100_plan
@@ -119,7 +120,9 @@ def build_k2q_csr(
         raise ValueError(f"q2k_indices: got {came}; wanted int32 [Hkv, T, k]")
     if kv_block_size < 1:
         raise ValueError(f"kv_block_size: got {kv_block_size}; wanted at least 1")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.dim() != 1:
+    packed.num_requests(cu_seqlens_q)
+    validate.tensor("cu_seqlens_k", cu_seqlens_k, "[B + 1]")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
         shapes = f"{list(cu_seqlens_q.shape)} beside {list(cu_seqlens_k.shape)}"
         raise ValueError(f"cu_seqlens_q: got shape {shapes} of cu_seqlens_k; wanted [B + 1] for both")
     levels = -(-(total_k if max_seqlen_k is None else max_seqlen_k) // kv_block_size)
@@ -311,9 +314,14 @@ def fp4_indexer_block_scores(
         raise ValueError(f"fp4_format: got {fp4_format!r}; wanted 'nvfp4' or 'mxfp4'")
     if qo_offset is not None and not causal:
         raise ValueError("qo_offset: got a tensor; wanted causal = True beside it")
-    if q_fp4.dim() != 3 or k_fp4.dim() != 4 or k_fp4.shape[2] != packed.BLOCK:
+    validate.tensor("q_fp4", q_fp4, "[T, Hq, D / 2]")
+    if k_fp4.dim() != 4 or k_fp4.shape[2] != packed.BLOCK:
         came = f"shape {list(k_fp4.shape)} beside q_fp4 {list(q_fp4.shape)}"
         raise ValueError(f"k_fp4: got {came}; wanted [pages, Hk, {packed.BLOCK}, D / 2] beside [T, Hq, D / 2]")
+    requests = packed.num_requests(cu_seqlens_q)
+    validate.shaped("cu_seqlens_k", cu_seqlens_k, [requests + 1], "[B + 1]")
+    validate.shaped("cu_page_offsets", cu_page_offsets, [requests + 1], "[B + 1]")
+    validate.tensor("k_scale", k_scale, f"[pages, Hk, {packed.BLOCK}, groups]")
     q = four_bits.widened("q_scale", q_fp4.view(torch.uint8), q_scale, fp4_format)
     keys = k_fp4.view(torch.uint8)
     tiles = -(-max_seqlen_k // packed.BLOCK)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from msa_tiles.compat import positions
+from msa_tiles.call import validate
+from msa_tiles.compat import packed, positions
 
 
 def row_numbers(cu_seqlens_k: Tensor, block_size: int, levels: int) -> tuple[Tensor, Tensor]:
@@ -58,9 +59,15 @@ def selected(
     levels: int,
     total_q: int,
 ) -> Tensor:
-    """The ids that `invert` was made of: int32 [Hkv, total_q, topk], ascending, -1 behind."""
-    heads, edges = queries.shape
-    total_rows = starts.shape[1] - 1
+    """The ids that `invert` was made of: int32 [Hkv, total_q, topk], ascending, -1 behind.
+
+    Raises ``ValueError`` or ``TypeError`` for other shapes, with the names of ``fmha_sm100``.
+    """
+    heads, edges = validate.tensor("k2q_q_indices", queries, "[Hkv, T * k]").shape
+    total_rows = validate.shaped("k2q_row_ptr", starts, [heads, None], "[Hkv, total_rows + 1]").shape[1] - 1
+    if total_rows < 0:
+        validate.refuse("k2q_row_ptr", f"shape [{heads}, 0]", "[Hkv, total_rows + 1], at least one element for a head")
+    validate.shaped("cu_seqlens_k", cu_seqlens_k, [packed.num_requests(cu_seqlens_q) + 1], "[B + 1]")
     ids = torch.full((heads, total_q + 1, topk + 1), -1, dtype=torch.int32, device=queries.device)
     if not (edges and total_rows and levels and cu_seqlens_k.shape[0] > 1):
         return ids[:, :total_q, :topk]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from msa_tiles import ops
+from msa_tiles.call import validate
 from msa_tiles.compat import four_bits, kept, positions
 from msa_tiles.quant import QuantizedTensor
 
@@ -31,10 +32,13 @@ def places(
 
     ``q_offset``, an integer or int32 [B], is where a request's first query sits; by default its last one sits on the
     last key. Without ``causal`` every query sees all keys of its request.
+
+    Raises ``ValueError`` or ``TypeError`` for other shapes, with the operators' names: ``q_positions`` is ``q_offset``.
     """
     if page_table is None and cu_seqlens_k is None:
         raise ValueError("cu_seqlens_k: got None without page_table; wanted int32 [B + 1], where keys begin")
-    lengths = key_lengths(cu_seqlens_k, page_table, seqused_k)
+    requests = num_requests(cu_seqlens_q)
+    lengths = key_lengths(cu_seqlens_k, page_table, seqused_k, requests)
     found: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q}
     if page_table is None:
         found["cu_seqlens_k"] = cu_seqlens_k
@@ -43,21 +47,37 @@ def places(
     if not causal:
         found["q_positions"] = positions.last(lengths, cu_seqlens_q, total_q)
     elif q_offset is not None:
+        if isinstance(q_offset, Tensor) and q_offset.dim():  # one of no dimensions is an integer
+            validate.shaped("q_positions", q_offset, [requests], "[B]")
         found["q_positions"] = positions.at(q_offset, cu_seqlens_q, total_q)
     return found
 
 
-def key_lengths(cu_seqlens_k: Tensor | None, page_table: Tensor | None, seqused_k: Tensor | None) -> Tensor:
-    """How many keys each request has: int32 [B]."""
+def num_requests(cu_seqlens_q: Tensor) -> int:
+    """B of ``cu_seqlens_q`` [B + 1]. Raises ``ValueError`` or ``TypeError`` for another shape."""
+    starts = validate.tensor("cu_seqlens_q", cu_seqlens_q, "[B + 1]").shape[0]
+    if starts == 0:
+        validate.refuse("cu_seqlens_q", "shape [0]", "[B + 1], at least one element")
+    return starts - 1
+
+
+def key_lengths(
+    cu_seqlens_k: Tensor | None, page_table: Tensor | None, seqused_k: Tensor | None, requests: int
+) -> Tensor:
+    """How many keys each of so many requests has: int32 [B]."""
     if page_table is not None and seqused_k is not None:
-        return seqused_k
+        return validate.shaped("seqused_k", seqused_k, [requests], "[B]")
     if cu_seqlens_k is None:
         raise ValueError("seqused_k: got None with page_table; wanted int32 [B], the keys of each request")
-    return cu_seqlens_k.diff()
+    return validate.shaped("cu_seqlens_k", cu_seqlens_k, [requests + 1], "[B + 1]").diff()
 
 
 def table_of(pages: Tensor, starts: Tensor, width: int) -> Tensor:
-    """int32 [B, width]: request b has ``pages[starts[b] : starts[b + 1]]``; what it lacks is any page or 0."""
+    """int32 [B, width]: request b has ``pages[starts[b] : starts[b + 1]]``; what it lacks is any page or 0.
+
+    Raises ``ValueError`` or ``TypeError`` that names ``kv_indices`` for pages of more or fewer dimensions.
+    """
+    validate.tensor("kv_indices", pages, "[pages]")
     places = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=starts.device)
     return pages[places.clamp(max=max(pages.shape[0] - 1, 0)).long()] if pages.numel() else places * 0
 
@@ -72,7 +92,8 @@ def keys_and_values(
 ) -> tuple[Stored, Stored]:
     """Keys and values as the operators take them: of planar NVFP4 pages (uint8, with block scales) views of both.
 
-    Raises ``ValueError`` for block scales of other tensors, or of another layout.
+    Raises ``ValueError`` for block scales of other tensors, or of another layout, and ``ValueError`` or ``TypeError``
+    for a global scale that is no number.
     """
     if torch.uint8 not in (k.dtype, v.dtype):
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -84,14 +105,23 @@ def keys_and_values(
         return k, v
     if k.dtype != v.dtype:
         raise ValueError(f"v: got dtype {v.dtype} beside k of {k.dtype}; wanted NVFP4 for both or neither")
-    numbers = (
-        number if number is None or isinstance(number, Tensor) else kept.scalar(float(number), k.device)
-        for number in (k_global, v_global)
-    )
     return tuple(
-        four_bits.of_pages(name, stored, scale, None if number is None else number.reshape(-1)[0], turned=name == "v")
-        for (name, stored, scale), number in zip((("k", k, k_scale), ("v", v, v_scale)), numbers, strict=True)
+        four_bits.of_pages(
+            name, stored, scale, _global_scale(f"{name}_global_scale", number, k.device), turned=name == "v"
+        )
+        for name, stored, scale, number in (("k", k, k_scale, k_global), ("v", v, v_scale, v_global))
     )  # type: ignore[return-value]
+
+
+def _global_scale(name: str, number: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """float32 [] of a number, or of a tensor of one element."""
+    if number is None or not isinstance(number, Tensor):
+        return None if number is None else kept.scalar(float(number), device)
+    if number.numel() != 1:
+        validate.refuse(name, f"shape {validate.shape_text(number.shape)}", "one element")
+    if number.dtype != torch.float32:
+        validate.refuse_type(name, f"dtype {number.dtype}", "torch.float32")
+    return number.reshape(())
 
 
 def check_queries(q: Tensor) -> None:

@@ -191,6 +191,8 @@ CALLS = {
 }  # fmt: skip
 # Without effect, or refused whatever it is; a plan only keeps its tensors, which `planned` reads.
 UNREAD = {"LSE_partial", "O_partial", "seq_lens of sparse_topk_select"}
+# Without one of these there is nothing to do, or nothing is read of it.
+MAY_BE_EMPTY = {"q", "k", "q2k_indices", "kv_indices", "idx_q", "index_kv_cache", "kv_cache"}
 
 
 def kinds(function: Callable[..., Any]) -> dict[str, list[str]]:
@@ -212,6 +214,40 @@ def test_what_is_no_tensor_or_number_is_named(name: str) -> None:
             told = rf"^{parameter}: got (None|{type(each).__name__}); wanted "
             with pytest.raises((ValueError, TypeError), match=told):
                 call(**{parameter: each})
+
+
+def blamed(call: Call, parameter: str, value: Tensor) -> str | None:
+    """The parameter that an error of this call begins with."""
+    try:
+        call(**{parameter: value})
+    except (ValueError, TypeError) as error:
+        return str(error).split(":")[0]
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_of_another_shape_is_named(name: str) -> None:
+    call = CALLS[name]
+    may_be = kinds(call.function)
+    for parameter, given in call.given.items():
+        if not isinstance(given, Tensor) or "Tensor" not in may_be[parameter] or given.numel() == 1:
+            continue  # a number may have any shape
+        if "offset" not in parameter or "offsets" in parameter:  # one offset for all requests
+            assert blamed(call, parameter, given.new_zeros(())) == parameter
+        if not (parameter.endswith("_scale") and given.dim() == 1):  # tiles are counted, whatever their shape
+            assert blamed(call, parameter, given[None]) == parameter
+        # Of two that do not go together either may be named.
+        found = blamed(call, parameter, given[:0])
+        assert found in may_be or (found is None and parameter in MAY_BE_EMPTY), parameter
+
+
+def test_numbers_of_other_shapes_are_named() -> None:
+    for name in ("k_global_scale", "v_global_scale"):
+        for shape in ((0,), (2,)):
+            assert blamed(CALLS["inverted 4 bits"], name, torch.ones(shape)) == name
+        assert blamed(CALLS["inverted 4 bits"], name, torch.ones(1, dtype=torch.float64)) == name
+    for name, parameter in (("proxy flat", "q_offset"), ("dense flat", "q_offset_override"), ("plan", "qo_offset")):
+        assert blamed(CALLS[name], parameter, OFFSET[:1]) == parameter
 
 
 @pytest.mark.parametrize("module", [flash_msa, flashinfer, fmha_sm100, vllm])
@@ -258,6 +294,11 @@ def test_every_tensor_of_every_drop_in_is_tried(module: Any) -> None:
         ("decode fmha", {"blk_kv": 0}, "blk_kv: got 0"),
         ("scores 4 bits", {"kv_indices": TABLE.flatten().long()}, "kv_indices: got dtype torch.int64"),
         ("scores 4 bits", {"qo_offset": OFFSET.long()}, "qo_offset: got dtype torch.int64"),
+        ("attention flat", {"cu_seqlens_q": CU_Q[0]}, r"cu_seqlens_q: got shape \[\]; wanted 1 dimensions \[B \+ 1\]"),
+        ("attention 4 bits", {"seqused_k": USED[:1]}, r"seqused_k: got shape \[1\]; wanted \[B\] = \[2\]"),
+        ("proxy flat", {"q_offset": OFFSET[None]}, r"q_offset: got shape \[1, 2\]; wanted 1 dimensions \[B\]"),
+        ("dense flat", {"k": ROWS[:1]}, "plan_info: got 0 to 500"),
+        ("plan", {"device": "x"}, "device: got 'x'; wanted a device of torch"),
         ("dense flat", {"sm_scale": 0.0}, "sm_scale: got 0.0"),
         ("dense chosen", {"kv_block_indexes": IDS.transpose(0, 1)[:1]}, "kv_block_indexes: got shape"),
         ("vllm score", {"index_kv_cache": INDEXED["index_kv_cache"].double()}, "index_kv_cache: got dtype"),

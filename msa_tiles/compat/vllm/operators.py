@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msa_tiles import ops
 from msa_tiles.call import validate
-from msa_tiles.compat import arguments, kept, servers
+from msa_tiles.compat import arguments, kept, packed, servers
 from msa_tiles.compat.vllm import caches
 from msa_tiles.compat.vllm.caches import PAGE
 
@@ -61,7 +61,7 @@ def minimax_m3_index_score(
     _check_int32(block_table=block_table, seq_lens=seq_lens, prefix_lens=prefix_lens)
     keys = caches.index_keys(index_kv_cache)
     score = _new_scores(idx_q, max_seq_len)
-    requests = cu_seqlens_q.shape[0] - 1
+    requests = _num_requests(cu_seqlens_q, prefix_lens)
     return ops.index_score(
         _as_keys(idx_q, keys),
         keys,
@@ -94,9 +94,10 @@ def minimax_m3_index_topk(
     in its first T rows, and these are returned.
     """
     _check_int32(prefix_lens=prefix_lens)
-    starts = cu_seqlens_q[:-1]
+    requests = _num_requests(cu_seqlens_q, prefix_lens)
+    validate.tensor("score", score, "[Hkv, T, blocks]")
     # As many keys as stand in front of the request's last query, it included: position and causal rule follow.
-    lengths = prefix_lens[: starts.shape[0]] + (cu_seqlens_q[1:] - starts)
+    lengths = prefix_lens[:requests] + (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
     return ops.topk_select(
         score,
         topk,
@@ -209,10 +210,11 @@ def minimax_m3_sparse_attn(
     the pool], both or none, and not looked at unless the cache is e4m3.
     """
     _check_int32(block_table=block_table, seq_lens=seq_lens, prefix_lens=prefix_lens)
+    validate.tensor("q", q, "[T, Hq, D]")
     validate.tensor("output", output, "[T, Hq, D]")
     k, v = caches.keys_and_values(kv_cache, num_kv_heads, q.shape[-1])
     k, v, k_scale, v_scale = caches.scales(k, v, k_scale, v_scale)
-    requests = cu_seqlens_q.shape[0] - 1
+    requests = _num_requests(cu_seqlens_q, prefix_lens)
     ops.sparse_attention(
         q,
         k,
@@ -293,6 +295,8 @@ def _decode_scores(
     if decode_query_len > max_decode_query_len:
         came = f"{decode_query_len} beside max_decode_query_len = {max_decode_query_len}"
         raise ValueError(f"decode_query_len: got {came}; wanted at most that")
+    if score_out is not None:
+        validate.tensor("score_out", score_out, "[Hkv, T, blocks]")
     keys = caches.index_keys(index_kv_cache)
     requests, total_q = seq_lens.shape[0], idx_q.shape[0]
     if score_out is None:
@@ -346,7 +350,7 @@ def _bound(max_seq_len: int, block_table: Tensor) -> int:
 
 
 def _rows(out: Tensor | None, total_q: int) -> Tensor | None:
-    return None if out is None else out[:, :total_q]
+    return None if out is None else validate.tensor("out", out, "[Hkv, T, topk]")[:, :total_q]
 
 
 def _as_keys(idx_q: Tensor, keys: Tensor) -> Tensor:
@@ -361,6 +365,7 @@ def _check_heads(idx_q: Tensor, num_kv_heads: int) -> None:
 
 
 def _check_queries(name: str, queries: Tensor, seq_lens: Tensor, decode_query_len: int) -> None:
+    validate.tensor(name, queries, "[T, heads, D]")
     if queries.shape[0] != seq_lens.shape[0] * decode_query_len:
         wanted = f"{decode_query_len} for each of {seq_lens.shape[0]} requests"
         raise ValueError(f"{name}: got {queries.shape[0]} queries; wanted {wanted}")
@@ -369,5 +374,14 @@ def _check_queries(name: str, queries: Tensor, seq_lens: Tensor, decode_query_le
 def _check_int32(**arrays: Tensor) -> None:
     """Operators of ours would blame arguments by other names."""
     for name, value in arrays.items():
+        validate.tensor(name, value, "[B, pages]" if name == "block_table" else "[B]")
         if value.dtype != torch.int32:
             raise TypeError(f"{name}: got dtype {value.dtype}; wanted torch.int32")
+
+
+def _num_requests(cu_seqlens_q: Tensor, prefix_lens: Tensor) -> int:
+    """B of a prefill, whose ``prefix_lens`` may have more."""
+    requests = packed.num_requests(cu_seqlens_q)
+    if prefix_lens.shape[0] < requests:
+        validate.refuse("prefix_lens", f"shape {validate.shape_text(prefix_lens.shape)}", f"[B] = [{requests}]")
+    return requests
