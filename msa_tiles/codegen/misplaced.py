@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _ALIKE = 0.8  # of the name of a folder and the one that may have been meant
 _FOLDERS = trees.FOLDERS[:-1]
 _DIRECTORIES = (*DSLS, "operators", "targets")
 _OF_SPECS = ("operators", "targets", "precisions.yaml")
+_SPEC = re.compile(r"^(op|target): *\w+", re.MULTILINE)  # what every spec begins with
 
 
 def misplaced(tree: trees.Tree, specs: Specs | None, operators: Collection[str]) -> Iterator[SpecError]:
@@ -68,11 +70,21 @@ def _beside(path: Path, specs: Specs | None, operators: Collection[str]) -> str:
     if path.name in DSLS:
         there = any(_may_be_skeleton(path.name / Path(name), specs, operators) for _, name in _sources(path))
         return f"skeletons are read from {SKELETON}" if there else ""
+    if path.suffix.lower() in _SOURCES[1:] and path.is_file() and (spec := _SPEC.search(_text(path))):
+        return f"it belongs into {trees.FOLDERS[0]}/{'operators' if spec[1] == 'op' else 'targets'}"
     # What begins with the name of a folder is a copy that was put aside.
     if path.name.startswith((".", *_FOLDERS)):
         return ""
     close = meant(path.name, _FOLDERS, _ALIKE) if path.is_dir() else ""
     return f"a tree has the folders {', '.join(_FOLDERS)}{close}" if close and any(_sources(path)) else ""
+
+
+def _text(path: Path) -> str:
+    """What a file holds; nothing where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _sources(folder: Path) -> Iterator[tuple[Path, str]]:

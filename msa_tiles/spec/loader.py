@@ -61,7 +61,8 @@ def _load(specs_dir: Path, above: Sequence[Path], mistakes: Mistakes) -> Specs:
     precision_files = [specs_dir / PRECISIONS, *(file for folder in above if (file := folder / PRECISIONS).is_file())]
     partly = Partly()
     rows: dict[str, list[KernelRow]] = {}
-    mistakes.each(_refuse_others, above)
+    for error in (error for folder in above for error in _others(folder)):
+        mistakes.add(error)
     mistakes.read(lambda: read_precisions(*map(read, precision_files), partly=partly))
     targets = _read_all(mistakes, target_files, read_target, any_name=True)
     operators = _read_all(mistakes, operator_files, lambda root, name: _operator(root, name, rows))
@@ -156,17 +157,18 @@ def _own_files(specs_dir: Path, part: str) -> list[Path]:
     return _yaml_files(specs_dir / part) if (specs_dir / part).is_dir() else []
 
 
-def _refuse_others(specs_dir: Path) -> None:
-    """Of what somebody wrote nothing is passed over without a word."""
-    known = {specs_dir / TARGETS, specs_dir / OPERATORS, specs_dir / PRECISIONS}
-    for path in sorted(specs_dir.glob("*")):
-        if path not in known and (path.is_dir() or path.suffix in (".yaml", ".yml")):
-            where = f"{TARGETS}/*.yaml, {OPERATORS}/*.yaml and {PRECISIONS}"
-            raise SpecError(
-                Location(shown(path), int(not path.is_dir())), f"no specs are read from here, but from {where}"
-            )
-    for path in sorted(path for part in (TARGETS, OPERATORS) for path in (specs_dir / part).glob("*.yml")):
-        raise SpecError(Location(shown(path), 1), f"specs end in .yaml: rename it to {path.stem}.yaml")
+def _others(specs_dir: Path) -> Iterator[SpecError]:
+    """A mistake for each folder and source that nothing reads: of what somebody wrote nothing is passed over."""
+    elsewhere = f"no specs are read from here, but from {TARGETS}/*.yaml, {OPERATORS}/*.yaml and {PRECISIONS}"
+    for path in sorted(path for part in ("", TARGETS, OPERATORS) for path in (specs_dir / part).glob("*")):
+        inside, suffix, line = path.parent != specs_dir, path.suffix.lower(), int(not path.is_dir())
+        known = path.suffix == ".yaml" if inside else path.name in (TARGETS, OPERATORS, PRECISIONS)
+        if known or path.name.startswith((".", "__")) or (line and suffix not in (".py", ".yaml", ".yml")):
+            continue
+        renamed = inside and line and suffix != ".py"
+        yield SpecError(
+            Location(shown(path), line), f"specs end in .yaml: rename it to {path.stem}.yaml" if renamed else elsewhere
+        )
 
 
 def _yaml_files(directory: Path) -> list[Path]:

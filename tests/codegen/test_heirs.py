@@ -104,6 +104,10 @@ MISTAKES = {
         (HEIR, 1, r"no specs are read from here, but from targets/\*\.yaml, operators/\*\.yaml and pre")
     ],
     "above/target/heir.yaml": [(HEIR, 1, "no specs are read from here")],
+    "above/scale.py": [("", 1, "no specs are read from here")],
+    "above/operators/scale.py": [("", 1, "no specs are read from here")],
+    "above/targets/heir.YAML": [(HEIR, 1, r"specs end in \.yaml: rename it to heir\.yaml")],
+    "above/operators/old/scale.yaml": [("", 1, "no specs are read from here")],
 }
 
 
@@ -112,9 +116,30 @@ MISTAKES = {
 )
 def test_mistakes_are_reported_where_they_stand(file: str, text: str, line: int, sentence: str, toy: Toy) -> None:
     write(file, text)
-    where = f"{file}:{line}" if "target/" not in file else "above/target"  # a directory has no lines
+    # A directory has no lines.
+    where = next(
+        (folder for folder in ("above/target", "above/operators/old") if f"{folder}/" in file), f"{file}:{line}"
+    )
     with pytest.raises(SpecError, match=rf"{where}: .*{sentence}"):
         load(toy.specs, *[ABOVE] * file.startswith("above"))
+
+
+def test_all_that_nothing_reads_is_told_at_once(toy: Toy) -> None:
+    for file in (
+        "operators/a.py",
+        "targets/b.yml",
+        "c.yaml",
+        "operators/old/d.yaml",
+        "README.md",
+        ".e.py",
+        "__f__/g.py",
+    ):
+        write(ABOVE / file, "")
+    with pytest.raises(SpecError) as caught:
+        load(toy.specs, ABOVE)
+    assert [line.split(":")[0].partition("above/")[2] for line in str(caught.value).splitlines()] == [
+        "c.yaml", "operators/a.py", "operators/old", "targets/b.yml",
+    ]  # fmt: skip
 
 
 def test_a_value_that_does_not_go_with_what_is_inherited_is_the_heirs_mistake(toy: Toy) -> None:

@@ -876,6 +876,8 @@ MISPLACED = {
     "spec/operators/combine.yaml": "spec: nothing reads it: .*; did you mean 'specs'",
     "operators/combine.yaml": "operators: nothing reads it: it belongs into specs",
     "precisions.yaml": "precisions.yaml:1: nothing reads it: it belongs into specs",
+    "combine.yaml": "combine.yaml:1: nothing reads it: it belongs into specs/operators",
+    "sm120.YML": "sm120.YML:1: nothing reads it: it belongs into specs/targets",
     "cutedsl/simt/combine.py": "cutedsl: nothing reads it: skeletons are read from skeletons/<dsl>/<mma>",
     "skeletons/cutedsl/smt/combine.py": f"smt/combine.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
     "skeletons/cutedsl/simt/combin.py": f"simt/combin.py:1: nothing reads it: .*; did you mean '{SKELETON}'",
@@ -888,6 +890,11 @@ MISPLACED = {
     "operands/cutedls/mine.py": "cutedls/mine.py:1: nothing reads it: .*; did you mean 'cutedsl/mine.py'",
     "operands/cutedsl/more/mine.py": "more/mine.py:1: nothing reads it: .*; did you mean 'cutedsl/mine.py'",
 }
+# What tells a spec from another YAML file.
+HEADS = {
+    "combine.yaml": "# mine\nop: combine\n",
+    "sm120.YML": "target: sm120\n",
+}
 # Of no concern, though they lie in a tree.
 OTHERS = (
     ".git/skeletons/a.py",
@@ -897,6 +904,8 @@ OTHERS = (
     "skeletons/cutedsl/__init__.py",
     "skeletons/README.md",
     "skeletons_old/cutedsl/simt/combin.py",
+    "mkdocs.yml",
+    "combine.py",
     "skeletal/notes.txt",
     "README.md",
     "packs/sm90/manifest.json",
@@ -917,7 +926,7 @@ def test_what_nothing_reads_is_refused_with_the_place_where_it_is_read_from(
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
     assert "skeletons" not in capsys.readouterr().err.replace(str(tmp_path), "")
     for file, sentence in MISPLACED.items():
-        path = write(tmp_path / file, "")
+        path = write(tmp_path / file, HEADS.get(file, ""))
         assert cli.main(["generate", "--tree", str(tmp_path)]) == 2, file
         assert re.search(f"{re.escape(str(tmp_path))}/.*{sentence}", capsys.readouterr().err), file
         path.unlink()
@@ -927,7 +936,7 @@ def test_what_nothing_reads_is_refused_with_the_place_where_it_is_read_from(
                 write(tmp_path / other, "{}")
     # All at once, and with the mistakes of specs.
     for file in MISPLACED:
-        write(tmp_path / file, "")
+        write(tmp_path / file, HEADS.get(file, ""))
     write(tmp_path / "specs/operators/combine.yaml", "op: combine\ninherits: combine\nkernel: []\n")
     assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
     told = capsys.readouterr().err
