@@ -170,6 +170,10 @@ def check_tensors(q: Any, k: Any, v: Any, where: Where, block_size: int, *, quan
     if v.shape != k.shape:
         validate.refuse("v", f"shape {validate.shape_text(v.shape)}", f"{validate.shape_text(k.shape)} like k")
     num_kv_heads = k.shape[1]
+    if paged and num_kv_heads and num_q_heads % num_kv_heads and k.shape[2] and num_q_heads % k.shape[2] == 0:
+        hint = "pages that lie token by token come as views, k.transpose(1, 2)"
+        wanted = f"{keys_dims} with Hkv a divisor of the {num_q_heads} heads of q; {hint}"
+        validate.refuse("k", f"shape {validate.shape_text(k.shape)}", wanted)
     if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
         validate.refuse("q", f"{num_q_heads} heads", f"a multiple of the {num_kv_heads} KV heads of k")
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)

@@ -81,9 +81,9 @@ def check_where(where: Where, total_q: int, keys: Tensor | None) -> None:
         for request, length in enumerate(lengths_k):
             most = None if room is None else room[request]
             if length < 0 or (most is not None and length > most):
-                name = "seqused_k" if where.page_table is None or length < 0 else "page_table"
-                wanted = "at least 0" if most is None else f"0 to the {most} keys of storage"
-                validate.refuse(name, f"{length} used keys in request {request}", wanted)
+                storage = "storage" if where.page_table is None else f"{where.page_table.shape[1]} pages of page_table"
+                wanted = "at least 0" if most is None else f"0 to the {most} keys of {storage}"
+                validate.refuse("seqused_k", f"{length} used keys in request {request}", wanted)
     offsets = [0] * len(lengths_k) if where.k_offset is None else where.k_offset.tolist()
     if any(offset < 0 for offset in offsets):
         validate.refuse("k_offset", str(min(offsets)), "at least 0")

@@ -114,6 +114,9 @@ def check_operands(
         validate.floating("idx_k", idx_k, dims, further=(formats.BYTES,))
         validate.same_device("idx_k", idx_k, idx_q, "idx_q")
     else:
+        if isinstance(idx_k, Tensor) and idx_k.dtype == FP8 and idx_q.dtype != FP8:
+            wanted = f"{idx_q.dtype} like idx_q, or idx_q quantised as well (msa_tiles.quant.quantize_fp8)"
+            validate.refuse_type("idx_k", f"dtype {FP8}", wanted)
         validate.floating("idx_k", idx_k, dims, idx_q, "idx_q", further=(FP8,))
     if idx_q.shape[2] == 0:
         validate.refuse("idx_q", "index dim 0", "at least 1")

@@ -65,11 +65,10 @@ def msa_topk_select(
 ) -> Tensor:
     """The ``topk`` best of each query's first ``num_valid_pages`` blocks: int32 [T, H, topk], ascending, -1 behind.
 
-    ``max_score`` float32 [H, tiles, T]. ``num_valid_pages`` is an integer, int32 [T], or None for all; beyond ``tiles``
-    it stands for all. The ``force_begin_blocks`` first and the ``force_end_blocks`` last valid blocks are always in.
-    ``output`` is the caller's buffer. Scores of which a query's blocks lie together (`msa_proxy_score`) are read in
-    place, others are copied. Raises ``ValueError``
-    or ``TypeError`` for what does not fit.
+    ``max_score`` float32 [H, tiles, T]. ``num_valid_pages`` is an integer, int32 or int64 [T], or None for all; beyond
+    ``tiles`` it stands for all. The ``force_begin_blocks`` first and the ``force_end_blocks`` last valid blocks are
+    always in. ``output`` is the caller's buffer. Scores of which a query's blocks lie together (`msa_proxy_score`) are
+    read in place, others are copied. Raises ``ValueError`` or ``TypeError`` for what does not fit.
     """
     if max_score.dim() != 3:
         raise ValueError(f"max_score: got shape {list(max_score.shape)}; wanted [heads, tiles, T]")

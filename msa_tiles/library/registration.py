@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -57,6 +57,7 @@ class Operator(Generic[Call]):
             return self.compute(call)
         if self.differentiable is not None and untraced() and ordinary(arguments):
             return self.differentiable.apply(*arguments)
+        _refuse_gradients(self.name, arguments)
         results = self.registered_functional(*arguments)
         _refuse_tangents(self.name, arguments, results if isinstance(results, tuple) else (results,))
         return results
@@ -112,6 +113,20 @@ _rehearsed: contextvars.ContextVar[bool] = contextvars.ContextVar("rehearsed", d
 def rehearsing() -> AbstractContextManager[None]:
     """Calls on fake tensors go the way of eager ones, past the dispatcher. The reference, which reads values, rests."""
     return held(_rehearsed, True)
+
+
+def _refuse_gradients(name: str, arguments: Sequence[Any]) -> None:
+    """Transforms that take gradients record them for a second derivative, which no operator has.
+
+    Ids are constants for them, too, and torch yet wants a rule for the operator that finds them.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return
+    for value in arguments:
+        while isinstance(value, Tensor) and is_batchedtensor(value):
+            value = get_unwrapped(value)
+        if isinstance(value, Tensor) and is_gradtrackingtensor(value):
+            raise RuntimeError(f"{name} does not run under torch.func.grad or vjp; torch.autograd (backward) takes it")
 
 
 def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tensor | None]) -> None:

@@ -131,7 +131,8 @@ def decode_workspace_bytes(
 
     ``device`` is where the call will run, as `msa_tiles.explain` takes it: a target such as ``"sm90"``, a card such as
     ``"H100"``, or a torch device; None: that of ``q``. GPUs of other sizes need other workspaces. CPU tensors need
-    none, and tensors on the meta device must come with a ``device``. Raises ValueError for one that nobody knows.
+    none, and tensors on the meta device must come with a ``device``. Raises ValueError for one that nobody knows, and
+    for heads that ``num_kv_heads`` does not divide.
     """
     validate.floating("q", q, "[T, Hq, D]", further=(FP8,))
     topk, num_kv_heads = validate.plain(topk), validate.plain(num_kv_heads)
@@ -139,6 +140,8 @@ def decode_workspace_bytes(
     validate.boolean("batch_invariant", batch_invariant)
     validate.integer("topk", topk, 1, validate.LARGEST_TOPK)
     validate.integer("num_kv_heads", num_kv_heads, 1)
+    if q.shape[1] % num_kv_heads:
+        validate.refuse("num_kv_heads", str(num_kv_heads), f"a divisor of the {q.shape[1]} heads of q")
     validate.integer("max_seqlen_k", max_seqlen_k, 0)
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     if device is not None and not isinstance(device, str | torch.device):

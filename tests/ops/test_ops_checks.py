@@ -84,7 +84,7 @@ def test_offsets(op):
 def test_storage(op):
     refused(op, {"cu_seqlens_k": int32(0, 17, 17, 41)}, "cu_seqlens_k: got 41 last; wanted at most the 40 keys given")
     used = {"seqused_k": int32(17, 0, 25)}
-    message = "page_table: got 25 used keys in request 2; wanted 0 to the 24 keys of storage"
+    message = "seqused_k: got 25 used keys in request 2; wanted 0 to the 24 keys of 6 pages of page_table"
     refused(op, used, message, base=paged)
     for page in (-1, 12):
 

@@ -89,6 +89,18 @@ def test_keys_that_lie_otherwise_than_the_call_says():
         ops.dequantize_kv(flat, flat, page_table=torch.zeros(1, 1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("op", [*ATTENTION, "msa_decode"])
+def test_pages_token_by_token_are_told_as_such(op):
+    def turned(arguments):
+        return {"q": arguments["q"][:, :2]} | {name: arguments[name].transpose(1, 2) for name in ("k", "v")}
+
+    wanted = "[pages, Hkv, page, D] with Hkv a divisor of the 2 heads of q"
+    message = (
+        f"k: got shape [12, 4, 2, 16]; wanted {wanted}; pages that lie token by token come as views, k.transpose(1, 2)"
+    )
+    fails(op, turned, message, base=paged)
+
+
 def test_half_precision_is_refused_by_every_operator():
     for op in EVERY_OPERATOR:
         if op != "build_schedule":
@@ -388,6 +400,7 @@ def test_workspace_bytes():
     refused("topk: got 0; wanted at least 1", ValueError, q, 0, 2)
     refused("topk: got 65537; wanted at most 65536", ValueError, q, 65537, 2)
     refused("num_kv_heads: got 0; wanted at least 1", ValueError, q, 4, 0)
+    refused("num_kv_heads: got 3; wanted a divisor of the 4 heads of q", ValueError, q, 4, 3)
     refused("max_seqlen_k: got -1; wanted at least 0", ValueError, q, 4, 2, max_seqlen_k=-1)
     refused("block_size: got 0; wanted at least 1", ValueError, q, 4, 2, block_size=0)
     assert ops.decode_workspace_bytes(q, 4, 2, idx_q=idx_q, max_seqlen_k=1000) == 0, "the reference needs none"

@@ -231,6 +231,25 @@ def test_forward_mode_is_refused(op, buffer):
             torch.func.jvp(torch.vmap(run), (several,), (several,))
 
 
+@pytest.mark.parametrize("op", ["sparse_attention", "sparse_decode", "select_blocks"])
+def test_transforms_that_take_gradients_are_refused(op):
+    arguments = call(op)
+
+    name = "idx_q" if "idx_q" in arguments else "q"
+
+    def run(value):
+        found = OPERATORS[op](**arguments | {name: value})
+        return (found[0] if isinstance(found, tuple) else found).sum()
+
+    message = rf"msa_tiles::{op} does not run under torch.func.grad or vjp; torch.autograd \(backward\) takes it"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.grad(run)(arguments[name])
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.vjp(run, arguments[name])
+    with pytest.raises(RuntimeError, match=message):
+        torch.vmap(torch.func.grad(run))(torch.stack([arguments[name]] * 2))
+
+
 def test_ids_are_constants_in_forward_mode():
     arguments = call("select_blocks")
     with forward_ad.dual_level():

@@ -127,6 +127,9 @@ def test_both_sides_are_fp8_or_neither(op):
     message = "idx_k: got dtype torch.bfloat16; wanted torch.float8_e4m3fn like idx_q"
     with pytest.raises(TypeError, match=message):
         OPERATORS[op](**arguments | {"idx_k": arguments["idx_k"].bfloat16()})
+    message = "idx_k: got dtype torch.float8_e4m3fn; wanted torch.bfloat16 like idx_q, or idx_q quantised as well"
+    with pytest.raises(TypeError, match=message):
+        OPERATORS[op](**arguments | {"idx_q": arguments["idx_q"].bfloat16()})
     message = "idx_q: got dtype torch.float8_e5m2; wanted .*torch.float64 or torch.float8_e4m3fn"
     with pytest.raises(TypeError, match=message):
         OPERATORS[op](**arguments | {"idx_q": arguments["idx_q"].float().to(torch.float8_e5m2)})
