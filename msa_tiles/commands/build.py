@@ -1,6 +1,6 @@
 """`msa-tiles build`: compile kernels ahead of time. No GPU is needed.
 
-With --tree and without filters it compiles the tree's own kernels.
+With --tree it compiles the tree's own kernels, unless --beneath is given.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msa_tiles import console, trees
+from msa_tiles import console
+from msa_tiles.commands._beneath import add_beneath, own_kernels, tell_beneath
 from msa_tiles.commands._options import (
     add_filters,
     add_json,
     add_variant,
     check_filters,
-    filters_of,
     processes,
     refuse_ungenerated,
     select,
@@ -39,6 +39,7 @@ MANY = 100  # kernels: looking which of them are in the cache takes a second or 
 def add(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("build", help="compile kernels into the cache, without a GPU", description=__doc__)
     add_filters(parser)
+    add_beneath(parser)
     parser.add_argument(
         "--for",
         dest="calls",
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     registry = default_registry()
     if args.calls:
         return _build_for(args, registry)
-    installed = without_missing(_own(args, select(args, registry)))
+    installed = without_missing(own_kernels(args, select(args, registry)))
     if not installed:
         return 2
     jobs, cache = ci_jobs(installed), Cache(args.cache)
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         jobs = _at(installed, dict(args.variant))
     if not args.audit:  # which tells it of each
         jobs = without_oversized(jobs, registry)
-    _tell_beneath(jobs)
+    tell_beneath(jobs)
     _tell_work(jobs, registry, args.jobs, cache)
     outcomes = build(jobs, registry.targets, workers=args.jobs, audited=args.audit, cache=cache, apart=True)
     made: list[dict[str, Any]] = []
@@ -100,37 +101,6 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"{len(jobs) - len(failed)} of {len(jobs)} variants are {good}")
     unrecorded = args.audit and not args.variant and not _record(installed, failed, registry)
     return 1 if failed or unrecorded else 0
-
-
-def _own(args: argparse.Namespace, cells: Sequence[Cell]) -> Sequence[Cell]:
-    """Of a tree that --tree names, and without filters, its own kernels alone, as `generate` writes them.
-
-    Raises ValueError where it has none.
-    """
-    top = trees.top()
-    if not args.tree or top is None or any(filters_of(args).values()):
-        return cells
-    own = [cell for cell in cells if cell.tree == top.directory]
-    further = "a filter, such as --op or --target, selects among those beneath, too"
-    if not own:
-        raise ValueError(f"{top.directory} has no kernels of its own; {further}")
-    console.note(f"the {counted(len(own), 'kernel')} of {top.directory}, of {len(cells)} that there are; {further}")
-    return own
-
-
-def _tell_beneath(jobs: Sequence[Job]) -> None:
-    """Say how much of it is not of the tree on top, where there is one: compiling that may take hours."""
-    top = trees.top()
-    cells = {job.cell.id: job.cell for job in jobs}
-    own = [cell for cell in cells.values() if top is not None and cell.tree == top.directory]
-    if top is None or len(own) == len(cells):
-        return
-    variants = sum(job.cell.tree == top.directory for job in jobs)
-    console.note(
-        f"{counted(len(own), 'kernel')} ({counted(variants, 'variant')}) of {top.directory} and "
-        f"{counted(len(cells) - len(own), 'kernel')} ({counted(len(jobs) - variants, 'variant')}) that lie beneath "
-        "are compiled; --op and --target say which, and without any filter --tree has its own compiled alone"
-    )
 
 
 def _tell_work(jobs: Sequence[Job], registry: Registry, workers: int, cache: Cache) -> None:
@@ -198,10 +168,10 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     from msa_tiles.runtime.parts import forms_of_call
     from msa_tiles.spec.model import DSLS
 
-    if args.audit or args.op or args.precision or args.variant:
+    if args.audit or args.beneath or args.op or args.precision or args.variant:
         raise ValueError(
             "--for names operators and precisions itself (sparse_attention,precision=fp8) and audits nothing: leave "
-            "out --op, --precision, --variant and --audit"
+            "out --op, --precision, --variant, --beneath and --audit"
         )
     refuse_ungenerated("--target", args.target, registry)
     check_filters({"dsl": args.dsl, "target": args.target}, {"dsl": DSLS}, registry.targets)

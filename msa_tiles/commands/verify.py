@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from msa_tiles import console
+from msa_tiles.commands._beneath import add_beneath, own_kernels
 from msa_tiles.commands._options import (
     FILTERS,
     add_filters,
@@ -46,6 +47,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         "verify", help="run kernels on this GPU against the reference, resumably", description=__doc__
     )
     add_filters(parser)
+    add_beneath(parser)
     parser.add_argument(
         "--stale", action="store_true", help="only kernels that have changed since they passed, or never did"
     )
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from msa_tiles.verify.launched import to_compile
 
     registry = default_registry()
-    cells = select(args, registry)
+    cells = own_kernels(args, select(args, registry))
     processes("--jobs", args.jobs)
     processes("--processes", args.processes)
     if args.processes > 1 and (args.smallest or args.sanitizer):
@@ -176,6 +178,11 @@ def _told(args: argparse.Namespace, chosen: list[Cell], failures: list[dict[str,
     return bad
 
 
+def _flags(args: argparse.Namespace) -> list[str]:
+    """What processes that verify some of the cells are told as well."""
+    return [*["--stale"] * args.stale, *["--beneath"] * args.beneath]
+
+
 def _side_by_side(args: argparse.Namespace, grid: list[tuple[Cell, list[Case]]]) -> Iterator[dict[str, Any]]:
     """A process for the cells of each operator, DSL and precision, which records them itself. Yields what failed."""
     sizes: dict[tuple[str, ...], int] = {}
@@ -187,7 +194,7 @@ def _side_by_side(args: argparse.Namespace, grid: list[tuple[Cell, list[Case]]])
     def command(group: tuple[str, ...]) -> list[str]:
         own = [word for name, value in zip(FILTERS, group, strict=True) for word in (f"--{name}", value)]
         seed = [] if args.seed is None else ["--seed", str(args.seed)]
-        options = ["--device", args.device, "--jobs", "1", *["--stale"] * args.stale, *seed, *tree_options(args)]
+        options = ["--device", args.device, "--jobs", "1", *_flags(args), *seed, *tree_options(args)]
         return [sys.executable, "-m", "msa_tiles", "verify", "--json", *own, *options]
 
     def ended(group: tuple[str, ...]) -> tuple[str, list[dict[str, Any]]]:
@@ -223,7 +230,7 @@ def _sanitized(args: argparse.Namespace, dsls: Collection[str]) -> int:
                 "msa_tiles",
                 "verify",
                 "--smallest",
-                *["--stale"] * args.stale,
+                *_flags(args),
                 *tree_options(args),
             ]
             again += [part for name, value in options.items() for part in (f"--{name}", value)]

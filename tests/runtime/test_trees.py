@@ -17,7 +17,7 @@ import torch
 from few_specs import copy_specs
 
 import msa_tiles
-from msa_tiles import cli, ops, paths, trees
+from msa_tiles import cli, names, ops, paths, trees
 from msa_tiles.codegen.emit import SKELETONS
 from msa_tiles.commands._options import without_oversized
 from msa_tiles.dsl.cutedsl import operands
@@ -1164,7 +1164,7 @@ def test_a_tree_that_describes_a_shipped_target_alone(
     assert cli.main(["explain", "combine", "--device", "sm90", "--tree", str(tmp_path)]) == 0
 
 
-def test_build_without_filters_takes_the_kernels_of_the_tree_that_is_named(
+def test_build_takes_the_kernels_of_the_tree_that_is_named_and_with_beneath_the_others(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[set[str]] = []
@@ -1173,35 +1173,43 @@ def test_build_without_filters_takes_the_kernels_of_the_tree_that_is_named(
         taken.append({job.cell.id for job in jobs})
         return [Outcome(job, None, 0.0, ()) for job in jobs]
 
+    def told(*arguments: str) -> str:
+        assert cli.main(["build", *arguments]) == 0
+        return capsys.readouterr().err
+
     monkeypatch.setattr("msa_tiles.runtime.build.build", built)
     monkeypatch.setattr(toolchain, "missing", lambda dsl: None)
     own = {cell["id"] for cell in json.loads((tree / "generated/index.json").read_text())["cells"]}
     shipped = {cell.id for cell in default_registry().cells}
-    assert cli.main(["build", "--tree", str(tree)]) == 0
-    number = len(shipped | own)
-    told = capsys.readouterr().err
-    assert f"the {len(own)} kernels of {tree}, of {number} that there are; a filter, such as" in told
-    assert "that lie beneath" not in told
-    # Whoever is about to compile what was shipped hears of it first.
-    for command in (["--tree", str(tree), "--target", "sm90"], ["--tree", str(tree), "--op", "combine"]):
-        assert cli.main(["build", *command]) == 0
-        told = capsys.readouterr().err
-        both = [len(taken[-1] & own), len(taken[-1] - own)]
-        counts = re.search(
-            rf"(\d+) kernels? \([\d,]+ variants?\) of {tree} and (\d+) kernels? \([\d,]+ variants?\) that lie beneath",
-            told,
-        )
-        assert counts and [int(count) for count in counts.groups()] == both
-        assert told.index(counts[0]) < told.index("compiling") and min(both) > 0
-    del taken[-1]
-    assert cli.main(["build"]) == 0
-    assert "that lie beneath" not in capsys.readouterr().err
+    filters = {
+        (): lambda name: True,
+        ("--target", "sm90"): lambda name: ".sm90." in name,
+        ("--op", "combine"): lambda name: name.startswith("combine."),
+    }
+    for given, matches in filters.items():
+        here, beneath = set(filter(matches, own)), set(filter(matches, shipped - own))
+        said = told("--tree", str(tree), *given)
+        assert taken[-1] == here and here and beneath
+        count = f"the {names.counted(len(here), 'kernel')} of {tree}, of {len(here | beneath)} that match; --beneath"
+        assert count in said and "that lie beneath" not in said
+        # Whoever is about to compile what was shipped hears of it first.
+        said = told("--tree", str(tree), *given, "--beneath")
+        assert taken[-1] == here | beneath
+        kernels = r"(\d+) kernels? \([\d,]+ variants?\)"
+        counts = re.search(rf"{kernels} of {tree} and {kernels} that lie beneath", said)
+        assert counts and [int(count) for count in counts.groups()] == [len(here), len(beneath)]
+        assert said.index(counts[0]) < said.index("compiling")
+    assert "that lie beneath" not in told() and taken[-1] == shipped
     with msa_tiles.use_tree(tree):
-        assert cli.main(["build"]) == 0
-    assert "that lie beneath" in capsys.readouterr().err
-    assert taken == [own, {name for name in shipped | own if name.split(".")[2] == "sm90"}, shipped, shipped | own]
-    assert cli.main(["build", "--tree", str(tmp_path)]) == 2
-    assert f"{tmp_path} has no kernels of its own; a filter, such as --op" in capsys.readouterr().err
+        assert "that lie beneath" in told() and taken[-1] == shipped | own
+    for command, sentence in {
+        ("--tree", str(tmp_path)): f"{tmp_path} has no kernels of its own; --beneath takes those beneath it",
+        ("--tree", str(tree), "--op", "index_kl"): f"{tree} has no kernels of its own that match --op index_kl; --bene",
+        ("--beneath",): "--beneath is given without --tree",
+    }.items():
+        for name in ("build", "verify"):
+            assert cli.main([name, *command]) == 2
+            assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("check", [False, True])

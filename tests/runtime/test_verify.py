@@ -408,7 +408,7 @@ def test_cells_are_shared_out_to_processes(monkeypatch: pytest.MonkeyPatch, spec
 
     monkeypatch.setattr(verify_command.subprocess, "run", stand_in)
     grid = [(cell_of(op), cases(cell_of(op), specs)) for op in said]
-    args = argparse.Namespace(processes=2, device="cuda:1", stale=True, seed=3, tree=[])
+    args = argparse.Namespace(processes=2, device="cuda:1", stale=True, beneath=True, seed=3, tree=["mine"])
     failures = list(verify_command._side_by_side(args, grid))
     assert sorted((failure["cell"], failure["failure"]) for failure in failures) == [
         ("c", "out: error 3"),
@@ -417,7 +417,7 @@ def test_cells_are_shared_out_to_processes(monkeypatch: pytest.MonkeyPatch, spec
     longest = max(grid, key=lambda row: len(row[1]))[0].op
     assert f"--op {longest} --dsl tilelang --target sm90 --precision bf16" in " ".join(ran[0])
     for command in ran:
-        assert " ".join(command).endswith("--device cuda:1 --jobs 1 --stale --seed 3")
+        assert " ".join(command).endswith("--device cuda:1 --jobs 1 --stale --beneath --seed 3 --tree mine")
 
 
 @pytest.mark.parametrize("option", [["--smallest"], ["--sanitizer", "memcheck"]])
