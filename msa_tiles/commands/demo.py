@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     for sentence in differences:
         console.say(f"  {sentence}")
     console.say(
-        f"{counted(count, 'kernel')} generated{' of the shipped specs, without trees' if trees.stack() else ''}, "
+        f"{counted(count, 'kernel file')} generated{' of the shipped specs, without trees' if trees.stack() else ''}, "
         + ("NOT what is shipped" if differences else "equal to the shipped ones")
     )
     for sentence in kernels.of_trees():

@@ -161,6 +161,8 @@ def _parts_of_trees(specs: Specs, asked: Sequence[str], beneath: bool) -> list[_
 
 def _has_alone(tree: trees.Tree, specs: Specs) -> str:
     """What a tree has of which no kernel comes, and what would have to be written; empty where it has nothing."""
+    from msa_tiles.codegen.emit import SKELETONS
+
     told = {
         "precisions": [each.name for each in specs.precisions.values() if _lies_in(each.where.file, tree)],
         "formats": [each.name for each in specs.formats.values() if _lies_in(each.where.file, tree)],
@@ -173,6 +175,11 @@ def _has_alone(tree: trees.Tree, specs: Specs) -> str:
         return f"what {', '.join(rows)} of it says gives the kernels that lie beneath"
     if not has:
         return ""
+    if list(filter(None, told.values())) == [told["skeletons"]] and all(
+        (SKELETONS / name).is_file() and (SKELETONS / name).read_bytes() == (tree.skeletons / name).read_bytes()
+        for name in told["skeletons"]
+    ):
+        return f"it has {has} alone, as shipped: what you change in them makes kernels of your own"
     tolerance = ", a `tolerance`" if told["precisions"] else ""
     return (
         f"it has {has} alone, of which no row makes a kernel that is not there; a row of its own stands in "

@@ -947,6 +947,16 @@ def test_what_nothing_reads_is_refused_with_the_place_where_it_is_read_from(
 
 
 @pytest.mark.usefixtures("few")
+def test_a_skeleton_that_is_as_shipped_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "skeletons" / SKELETON, (SKELETONS / SKELETON).read_text())
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 2
+    told = f"it has skeletons ({SKELETON}) alone, as shipped: what you change in them makes kernels of your own"
+    assert told in capsys.readouterr().err
+    path.write_text(path.read_text() + "\n\nOWN = 1\n")
+    assert cli.main(["generate", "--tree", str(tmp_path)]) == 0
+
+
+@pytest.mark.usefixtures("few")
 def test_a_skeleton_that_no_row_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (SKELETONS / SKELETON).read_text()
     write(tmp_path / "skeletons" / SKELETON, text + "\n\nOWN = 1\n")
