@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -104,6 +104,26 @@ class QuantizedTensor:
         """That of the values."""
         return torch.Size((*self.data.shape[:-1], self.data.shape[-1] * (PACKED if self.format in GROUPS else 1)))
 
+    @property
+    def device(self) -> torch.device:
+        """That of its parts."""
+        return self.data.device
+
+    def to(self, device: str | int | torch.device, non_blocking: bool = False) -> QuantizedTensor:
+        """The same tensor on a device; itself where it is there already.
+
+        Raises TypeError for a dtype: its format says how it is stored, and `dequantize` takes one.
+        """
+        if isinstance(device, torch.dtype) or not isinstance(device, str | int | torch.device):
+            came = device if isinstance(device, torch.dtype) else type(device).__name__
+            raise TypeError(f"device: got {came}; wanted a device; dequantize() takes a dtype")
+        data = self.data.to(device, non_blocking=non_blocking)
+        if data is self.data:
+            return self
+        scale = self.scale.to(device, non_blocking=non_blocking)
+        factor = None if self.global_scale is None else self.global_scale.to(device, non_blocking=non_blocking)
+        return replace(self, data=data, scale=scale, global_scale=factor)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, computed in float32."""
         return dequantize(self.data, self.scale, dtype, layout=self.layout, global_scale=self.global_scale)
@@ -117,6 +137,9 @@ class QuantizedTensor:
         rows, groups = self.data.shape[-2], self.shape[-1] // GROUPS[self.format].size
         scale = layouts.from_linear(layouts.to_linear(self.scale, self.layout, rows, groups), layout)
         return QuantizedTensor(self.data, scale, self.format, layout, self.global_scale)
+
+
+torch.serialization.add_safe_globals([QuantizedTensor])  # torch.load takes it with weights_only=True, too
 
 
 def scale_shape(data: Sequence[int], group: int, layout: str) -> tuple[int, ...]:
