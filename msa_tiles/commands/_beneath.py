@@ -33,7 +33,7 @@ def own_kernels(args: argparse.Namespace, cells: tuple[Cell, ...]) -> tuple[Cell
     top = trees.top()
     if top is None or not args.tree:
         if args.beneath:
-            raise ValueError("--beneath is given without --tree, whose own kernels are all that is left out without it")
+            raise ValueError("--beneath is given without --tree: then nothing that matches is left out")
         return cells
     if args.beneath:
         return cells
