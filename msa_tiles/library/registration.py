@@ -6,7 +6,7 @@ One that only ever writes into the caller's tensors has the twin alone.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn
@@ -122,11 +122,8 @@ def _refuse_gradients(name: str, arguments: Sequence[Any]) -> None:
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return
-    for value in arguments:
-        while isinstance(value, Tensor) and is_batchedtensor(value):
-            value = get_unwrapped(value)
-        if isinstance(value, Tensor) and is_gradtrackingtensor(value):
-            raise RuntimeError(f"{name} does not run under torch.func.grad or vjp; torch.autograd (backward) takes it")
+    if any(map(is_gradtrackingtensor, _unbatched(arguments))):
+        raise RuntimeError(f"{name} does not run under torch.func.grad or vjp; torch.autograd (backward) takes it")
 
 
 def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tensor | None]) -> None:
@@ -138,11 +135,17 @@ def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tens
         return
     if not any(result is not None and result.is_floating_point() for result in results):
         return
+    if any(forward_ad.unpack_dual(value).tangent is not None for value in _unbatched(arguments)):
+        raise RuntimeError(f"{name} has no derivative in forward mode (torch.func.jvp), only in backward")
+
+
+def _unbatched(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among these, out of what torch.vmap wraps them in."""
     for value in arguments:
         while isinstance(value, Tensor) and is_batchedtensor(value):
             value = get_unwrapped(value)
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(f"{name} has no derivative in forward mode (torch.func.jvp), only in backward")
+        if isinstance(value, Tensor):
+            yield value
 
 
 def define(
