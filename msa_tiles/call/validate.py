@@ -107,8 +107,7 @@ def float32(name: str, value: Any, shape: Sequence[Any], dims: str, like: Tensor
     tensor(name, value, dims)
     if value.dtype != torch.float32:
         refuse_type(name, f"dtype {value.dtype}", "torch.float32")
-    if any(size != wanted for size, wanted in zip(value.shape, shape, strict=True)):
-        refuse(name, f"shape {shape_text(value.shape)}", f"{dims} = {shape_text(shape)}")
+    _sizes(name, value, shape, dims)
     same_device(name, value, like, like_name)
     return value
 
