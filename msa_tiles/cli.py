@@ -19,7 +19,7 @@ from msa_tiles.commands._options import Once, add_tree, is_target, path, targets
 from msa_tiles.errors import ToolError
 from msa_tiles.names import unknown
 
-INTERRUPTED, CLOSED_PIPE = 130, 141  # what a shell says of a program that SIGINT or SIGPIPE ended
+CLOSED_PIPE = 141  # what a shell says of a program that SIGPIPE ended
 COMMANDS = (demo, generate, support, matrix, explain, build, pack, verify, tune, bench)
 TWINS = {  # what one command calls so and another one so
     "--device": ("--target",),
@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tell_outdated()  # what was said before the work is far above its result
             return status
     except KeyboardInterrupt:
-        console.complain("msa-tiles: interrupted")
-        return INTERRUPTED
+        console.complain(interrupts.SENTENCE)
+        return interrupts.INTERRUPTED
     except BrokenPipeError:
         console.close()
         return CLOSED_PIPE

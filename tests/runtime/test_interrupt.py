@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_a_command_that_computes(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+SLOW = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "msa_tiles.cli":
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+from msa_tiles.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_command_that_is_being_imported() -> None:
+    started = start([sys.executable, "-c", SLOW], stdout=subprocess.PIPE)
+    assert started.stdout is not None and started.stdout.readline() == "importing\n"
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert (started.returncode, said) == (130, "msa-tiles: interrupted\n")
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.__name__.rpartition(".")[2])
 def test_every_command_ends_with_one_line(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -127,6 +149,36 @@ def test_an_interrupt_in_a_finaliser_is_not_lost(capsys: pytest.CaptureFixture[s
     assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == (hook, handler)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert "ignored" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def hearing() -> Iterator[None]:
+    """Ctrl-C is heard, also where these tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hearing")
+@pytest.mark.parametrize("error", [ImportError("cannot load module more than once per process"), OSError(2, "none")])
+def test_what_fails_after_an_interrupt_is_interrupted(error: Exception) -> None:
+    """As numpy fails, whose import takes the interrupt for its own failure."""
+    with pytest.raises(KeyboardInterrupt), interrupts.insistent():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(type(error)), interrupts.insistent():
+        raise error
+
+
+@pytest.mark.usefixtures("hearing")
+def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts.insistent():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_other_threads_have_no_signals_to_lose() -> None:
