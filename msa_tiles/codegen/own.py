@@ -14,7 +14,7 @@ from msa_tiles.codegen.index import INDEX, REQUESTED, joined
 from msa_tiles.codegen.misplaced import misplaced
 from msa_tiles.codegen.writer import Generated, checked, produce
 from msa_tiles.files import from_json
-from msa_tiles.spec import KernelRow, Mistakes, Specs, Target, load
+from msa_tiles.spec import KernelRow, Mistakes, SpecError, Specs, Target, load
 from msa_tiles.spec.loader import OPERATORS
 from msa_tiles.spec.model import frozen
 
@@ -41,8 +41,8 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
     Targets that are generated on request count where they are `requested`, now or when the tree was generated last. Of
     others those cells count whose row is the tree's own and names the target.
 
-    Raises SpecError, and ValueError where an index beneath is malformed or there is no tree. The tree's own is to be
-    written anew, whatever is there.
+    Raises SpecError, also for rows of the tree that no target can run, and ValueError where an index beneath is
+    malformed or there is no tree. The tree's own is to be written anew, whatever is there.
     """
     top, *others = trees.stack() if stack is None else stack
     folders = (*(tree.skeletons for tree in (top, *others)), SKELETONS)
@@ -50,12 +50,32 @@ def produce_own(specs: Specs, requested: Collection[str] = (), stack: Sequence[t
     wanted = sorted({*requested, *_requested(top)} & set(on_request))
 
     def counts(row: KernelRow) -> bool:
-        named = not row.derived and Path(row.where.file).resolve().is_relative_to(top.specs)
+        named = not row.derived and _is_own(row, top)
         return named or row.target not in on_request or row.target in wanted
 
-    made = produce(_only(specs, counts), folders, tree=top.directory, requested=on_request, beneath=_beneath(others))
+    counting = _only(specs, counts)
+    made = produce(counting, folders, tree=top.directory, requested=on_request, beneath=_beneath(others))
+    _refuse_unfit(counting, made, top)
     more = {REQUESTED: wanted, trees.STATE: trees.state_of_sources(top)}
     return dataclasses.replace(made, index={**made.index, **more})
+
+
+def _is_own(row: KernelRow, tree: trees.Tree) -> bool:
+    return Path(row.where.file).resolve().is_relative_to(tree.specs)
+
+
+def _refuse_unfit(specs: Specs, made: Generated, tree: trees.Tree) -> None:
+    """Raises SpecError for rows of a tree of which there is no kernel in some precision: each target is too small."""
+    cells: dict[tuple[Any, ...], list[str]] = {}
+    for op, operator in specs.operators.items():
+        for row in operator.kernels:
+            if _is_own(row, tree):
+                cells.setdefault((row.where, op, row.dsl, row.precision, row.algorithm), []).append(f"{op}.{row.cell}")
+    with Mistakes() as mistakes:
+        for (where, *_), of_row in cells.items():
+            if all(cell in made.unfit for cell in of_row):
+                for cell in of_row:
+                    mistakes.add(SpecError(where, made.unfit[cell]))
 
 
 def produce_for(specs: Specs, target: str) -> Generated:

@@ -142,6 +142,23 @@ def test_numbers_of_a_row_that_leave_a_rest(
     assert re.search(sentence, refused(tmp_path / "tree", capsys))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_row_that_no_target_can_run(beside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row without targets is for those that can run it, of which there may be none in one of its precisions."""
+    row = re.sub("    (targets|operands).*\n", "", ROW.replace("[bf16]", "[bf16, q16kv8]"))
+    write(tmp_path / "specs/operators/sparse_decode.yaml", row.replace("stages: 3", "stages: 6"))
+    if beside:
+        combine = row[: row.index("    mma")].replace("sparse_decode", "combine").replace(", q16kv8", "")
+        write(
+            tmp_path / "specs/operators/combine.yaml",
+            combine + "    mma: simt\n    compute: float32\n    tile: {rows: 8, unroll: 16}\n",
+        )
+    told = refused(tmp_path, capsys)
+    cells = re.findall(r"sparse_decode\.yaml:4: (sparse_decode\.\S+): \d+ bytes of shared memory at .* exceed", told)
+    assert cells == ["sparse_decode.cutedsl.sm90.bf16"]
+    assert not (tmp_path / "generated").exists()
+
+
 @pytest.mark.parametrize("name", SKELETON_MISTAKES)
 def test_mistakes_in_a_skeleton(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     skeleton, old, new, further, sentence = SKELETON_MISTAKES[name]
