@@ -19,7 +19,7 @@ from msa_tiles.runtime import tuned
 from msa_tiles.runtime.dispatch import Candidate
 from msa_tiles.runtime.facts import DeviceFacts
 from msa_tiles.runtime.registry import Registry
-from msa_tiles.spec.expression import ExpressionError
+from msa_tiles.spec.expression import Expression, ExpressionError
 from msa_tiles.spec.model import Device, Operator, Specs, Workload
 from msa_tiles.spec.source import Location
 from msa_tiles.spec.work import work_of
@@ -135,7 +135,17 @@ def _dims(operator: Operator, sizes: Mapping[str, Sequence[int]]) -> dict[str, i
             for dim, size in zip(tensor.shape, shape, strict=True):
                 if dim.source in operator.dims and dim.source not in _OF_SEQUENCES:
                     dims[dim.source] = size
-    return dims
+    return dims | _factors(operator, dims)
+
+
+def _factors(operator: Operator, dims: Mapping[str, int]) -> dict[str, int]:
+    """The dims that no shape has, and that a product of theirs and known ones tells, as of heads and heads a group."""
+    found: dict[str, int] = {}
+    for name, value in operator.dims.items():
+        if name in dims and isinstance(value, Expression) and len(missing := value.names - dims.keys()) == 1:
+            [factor] = missing
+            found[factor] = dims[name] // value.whole({**dims, factor: 1})
+    return found
 
 
 def _device(specs: Specs, facts: DeviceFacts, card: str = "") -> Device:

@@ -14,7 +14,8 @@ from msa_tiles.quant import QuantizedTensor
 def sequences_of(bound: Mapping[str, Any]) -> tuple[list[tuple[int, int]] | None, list[str]]:
     """(queries, keys) of each request of a call's arguments, and what was assumed; None where that cannot be said."""
     notes: list[str] = []
-    total_q = _size(bound, (("q", 0), ("idx_q", 0), ("block_indices", 1), ("score", 1), ("partial_out", 1)))
+    places = ("q", 0), ("idx_q", 0), ("block_indices", 1), ("score", 1), ("partial_out", 1), ("slot_mapping", 0)
+    total_q = _size(bound, places)
     if total_q is None:
         return None, notes
     starts_q, used = bound.get("cu_seqlens_q"), bound.get("seqused_k")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,8 +101,11 @@ class NormRopeAppend:
 
     def prepared(self, into_buffers: bool) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """The arguments of a call on copies, and what `compare` looks at behind it."""
-        into, index = self.caches.copied(), self.index.copied()
-        projected = self.projected.clone()
+        return self._arguments(self.projected.clone(), self.caches.copied(), self.index.copied(), into_buffers)
+
+    def _arguments(
+        self, projected: Tensor, into: Any, index: Any, into_buffers: bool
+    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         rows = projected[..., : self.rows[0].shape[-1]].split([each.shape[1] for each in self.rows], 1)
         call = self.keywords(rows, into, index)
         queries = (rows[0], rows[3])
@@ -109,6 +113,14 @@ class NormRopeAppend:
             queries = (torch.full_like(rows[0], torch.nan), torch.full_like(rows[3], torch.nan).to(self.queries))
             call |= dict(zip(("q_out", "idx_out"), queries, strict=True))
         return call, self.outputs(*queries, into, index)
+
+    @functools.cached_property
+    def _in_place(self) -> dict[str, Any]:
+        return self._arguments(self.projected, self.caches, self.index, False)[0]
+
+    def call(self) -> None:
+        """The operator alone, in place, as it is timed: rows are normalised and rotated once more."""
+        ops.norm_rope_append(**self._in_place, backend=self.backend)
 
     def run(self, into_buffers: bool) -> tuple[Tensor, ...]:
         call, outputs = self.prepared(into_buffers)

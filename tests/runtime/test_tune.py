@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from msa_tiles import ops
 from msa_tiles.commands import tune
 from msa_tiles.paths import specs_dir
 from msa_tiles.runtime import dispatch
@@ -96,6 +98,41 @@ def test_the_operator_is_timed_without_what_its_check_makes_of_the_answer(
     first, second = default_registry().select(op=op, target="sm90")
     assert tune._run(check, second) == "cutedsl's answer"
     assert tune._run(Recorder(None, None, False, ""), first) == "tilelang"
+
+
+class Launches(TorchDispatchMode):
+    """Notes what torch would launch kernels for: all that makes no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("op", "precision"),
+    [(op, form) for op in ("append_kv", "norm_rope_append") for form in ("bf16", "q16kv8", "q16kv4")]
+    + [("append_index", form) for form in ("bf16", "q8k8", "q16k4")],
+)
+def test_an_operator_that_writes_in_place_is_timed_without_copies(
+    op: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(ops, op, lambda *arguments, **options: called.append(op))
+    [cell, *_] = default_registry().select(op=op, dsl="cutedsl", target="sm90", precision=precision)
+    specs = load(specs_dir())
+    operator = specs.operators[op]
+    workload = min(operator.bench, key=lambda each: sum(queries for queries, _ in each.sequences))
+    case = Case(cell, operator, specs.precisions[precision], workload, operator.m3, 0.0)
+    check = tune._check(case, CPU, 0)
+    tune._run(check, cell)  # what is made once
+    with Launches() as launches:
+        tune._run(check, cell)
+    assert (launches.names, called) == ([], [op, op])
 
 
 def test_rivals_of_one_dsl_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
