@@ -265,7 +265,9 @@ def drift(generated: Generated, out: Path, selection: Selection | None = None) -
         elif present != text:
             found.append(f"{path} {_difference(path, present, text, generated)}")
     if selection.everything:
-        found += [f"{path} is an orphan: no spec asks for it" for path in _orphans(generated, out)]
+        for path in _orphans(generated, out):
+            of_others = "was not generated: put it elsewhere"
+            found.append(f"{path} {'is an orphan: no spec asks for it' if _is_ours(out / path) else of_others}")
     return found
 
 

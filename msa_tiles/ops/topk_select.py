@@ -45,7 +45,8 @@ def topk_select(
     ``score`` [Hi, T, NB], or [T, Hi, NB] for ``layout="token_major"``; kernels take float32. With ``num_kv_heads``
     below Hi the scores of one group are reduced by max. A row's valid blocks follow from its query's position (without
     key lengths a request has as many keys as queries) or are the first ``num_valid_blocks``, an integer or int32 [T].
-    The ``init_blocks`` first and ``local_blocks`` last valid blocks are always in, init first where both do not fit.
+    The ``init_blocks`` first and ``local_blocks`` last valid blocks are always in, init first where both do not fit,
+    and of the local ones the first where these do not.
     Equal scores: the lower id wins; NaN ranks below -inf. ``order`` is ``ascending``, ``score`` (init, local, then
     descending scores) or ``local_last`` (init, descending scores, local). ``out`` is the caller's buffer for the ids.
     """
