@@ -31,6 +31,13 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return status, out + error
 
 
+@pytest.mark.parametrize("op", ["append_kv", "append_index", "topk_select", "decode_topk", "combine", "index_score"])
+def test_kernels_of_every_kind_have_a_roofline(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that are appended count as queries, and heads of a group follow from those of index queries and keys."""
+    status, text = explain(capsys, op, "--device", "H200", "--queries", "4096")
+    assert status == 0 and re.search(r"roofline [\d.]+ [um]s on NVIDIA H200", text), text
+
+
 @pytest.mark.parametrize("op", [op for op in PARTS if not default_registry().of(op)])
 def test_a_call_of_several_kernels_shows_each(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = explain(capsys, op, "--device", "sm90", "--variant", "block_size=64", "head_dim=64")
