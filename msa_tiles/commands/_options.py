@@ -157,9 +157,10 @@ def refuse_ungenerated(option: str, given: Iterable[str], registry: Registry) ->
     targets = load(*trees.specs_dirs()).targets
     for name in strange:
         if name in targets:
+            asked = f" --target {name}" if targets[name].on_request else ""
             raise ValueError(
                 f"{option} {name}: {targets[name].where.file} declares it, and nothing is generated of that as yet; "
-                "run `msa-tiles generate --tree DIR`"
+                f"run `msa-tiles generate --tree DIR{asked}`"
             )
 
 

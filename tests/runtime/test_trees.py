@@ -587,12 +587,11 @@ def test_of_a_target_of_a_tree_without_kernels_it_is_told_why(
     assert cli.main(ask) == 2
     error = capsys.readouterr().err
     assert f"{target}:5: unknown key 'colour' in the file" in error and "did you mean sm90" not in error
-    write(target, TARGET.replace("sm90small", "sm95"))
-    assert cli.main(ask) == 2
-    declared = (
-        f"{command[-1]} sm95: {target} declares it, and nothing is generated of that as yet; run `msa-tiles generate"
-    )
-    assert declared in capsys.readouterr().err
+    declared = f"{command[-1]} sm95: {target} declares it, and nothing is generated of that as yet; run `msa-tiles "
+    for more, asked in (("", ""), ("on_request: true\n", " --target sm95")):
+        write(target, TARGET.replace("sm90small", "sm95") + more)
+        assert cli.main(ask) == 2
+        assert f"{declared}generate --tree DIR{asked}`" in capsys.readouterr().err
     assert cli.main([*ask[:-3], "sm96", *ask[-2:]]) == 2
     assert "sm96" in capsys.readouterr().err
 
