@@ -144,7 +144,9 @@ def _factors(operator: Operator, dims: Mapping[str, int]) -> dict[str, int]:
     for name, value in operator.dims.items():
         if name in dims and isinstance(value, Expression) and len(missing := value.names - dims.keys()) == 1:
             [factor] = missing
-            found[factor] = dims[name] // value.whole({**dims, factor: 1})
+            guess = dims[name] // max(value.whole({**dims, factor: 1}), 1)
+            if value.whole({**dims, factor: guess}) == dims[name]:  # else it is no product
+                found[factor] = guess
     return found
 
 
