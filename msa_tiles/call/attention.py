@@ -129,7 +129,7 @@ def validated(
     backends.check(backend, q.device)
     validate.boolean("batch_invariant", batch_invariant)
     where.validate(total_q, q, "q", k)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, total_q, k)
         contents.check_offsets(where, block_size, backend, q.device)
         contents.check_block_indices(block_indices, where, block_size, k)

@@ -129,7 +129,7 @@ def check_operands(
     if paged:
         page_size("idx_k", idx_k, block_size)
     where.validate(idx_q.shape[0], idx_q, "idx_q", idx_k)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, idx_q.shape[0], idx_k)
         contents.check_offsets(where, block_size, backend, idx_q.device)
         of_keys = {k_scale_name: k_scale, "idx_k.global_scale": k_global}
@@ -213,7 +213,7 @@ def validated_ranking(
     num_kv_heads = kv_heads("score", num_heads, topk, num_kv_heads, block_size, init_blocks, local_blocks, order)
     backends.check(backend, score.device)
     where.validate(total_q, score, "score", None)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, total_q, None)
     if counts is not None:
         validate.int32("num_valid_blocks", counts, [total_q], "[T]", score, "score")

@@ -14,6 +14,8 @@ FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("head_major", "token_major")
 LARGEST_BLOCK = 1 << 16  # tokens; a block is laid out whole somewhere
 LARGEST_TOPK = 1 << 16  # blocks, each of which has room in the result; kernels take at most 64
+LARGEST_COUNT = (1 << 31) - 1  # of tokens, blocks or heads: kernels count in int32
+LARGEST_MEMORY = (1 << 63) - 1  # bytes; torch counts in int64
 # Kernels take a row's maximum before they scale, so a scale is above 0; and they divide an LSE by it in float32.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64
 
@@ -138,19 +140,20 @@ def plain(value: Any) -> Any:
     return value
 
 
-def integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+def integer(name: str, value: Any, least: int, most: int = LARGEST_COUNT) -> None:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         refuse_type(name, type(value).__name__, f"an integer of at least {least}")
     if value < least:
         refuse(name, str(value), f"at least {least}")
-    if most is not None and value > most:
+    if value > most:
         refuse(name, str(value), f"at most {most}")
 
 
-def boolean(name: str, value: Any) -> None:
+def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         refuse_type(name, type(value).__name__, "True or False")
+    return value
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

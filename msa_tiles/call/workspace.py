@@ -20,7 +20,7 @@ def workspace_bytes(value: int | None) -> int:
     """The bound of partial results."""
     if value is None:
         return WORKSPACE_BYTES
-    validate.integer("workspace", value, 1)
+    validate.integer("workspace", value, 1, validate.LARGEST_MEMORY)
     return validate.plain(value)
 
 

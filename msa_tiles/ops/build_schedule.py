@@ -44,7 +44,7 @@ def build_on(backend: str, block_indices: Tensor, where: Where, block_size: int,
     validate.integer("block_size", block_size, 1, validate.LARGEST_BLOCK)
     backends.check(backend, block_indices.device)
     where.validate(block_indices.shape[1], block_indices, "block_indices", None)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, block_indices.shape[1], None)
         contents.check_offsets(where, block_size, backend, block_indices.device)
         contents.check_block_indices(block_indices, where, block_size, None)

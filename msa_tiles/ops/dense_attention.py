@@ -53,7 +53,8 @@ def dense_attention(
     if not backends.has_kernels(q.device) and backend in dense.NAMES:
         validate.refuse("backend", f"{backend!r} for tensors on {q.device}", "'auto' or 'reference'")
     where.validate(q.shape[0], q, "q", k)
-    if check:
+    validate.boolean("return_lse", return_lse)
+    if validate.boolean("check", check):
         contents.check_where(where, q.shape[0], k)
     call = DenseCall(
         q,

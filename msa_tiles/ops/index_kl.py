@@ -75,7 +75,7 @@ def index_kl(
     elif schedule is not None:
         validate.refuse("schedule", "a schedule without block_indices", "None: the whole prefix needs none")
     where.validate(total_q, q, "q", k)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, total_q, k)
         contents.check_offsets(where, block_size, backend, q.device)
         if block_indices is not None:

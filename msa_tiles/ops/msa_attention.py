@@ -85,7 +85,7 @@ def msa_attention(
     ):
         validate.boolean(name, flag)
     if workspace is not None:
-        validate.integer("workspace", workspace, 1)
+        validate.integer("workspace", workspace, 1, validate.LARGEST_MEMORY)
     where |= {"block_size": block_size}
     selected = select_blocks(
         idx_q.detach(),

@@ -72,6 +72,7 @@ def msa_decode(
     given = step.operands_of(
         q, k, v, idx_q, idx_k, where, q_scale, k_scale, v_scale, index_q_scale, index_k_scale
     )  # fmt: skip
+    validate.boolean("return_lse", return_lse)
     known = None
     if not (check or workspace is None or out is None or lse is None or block_indices is None):
         buffers = (workspace, out, lse, block_indices)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msa_tiles import quant, reference
 from msa_tiles.call import attention as calls
-from msa_tiles.call import formats, scales
+from msa_tiles.call import formats, scales, validate
 from msa_tiles.call.attention import Attention, AttentionCall, Gradients
 from msa_tiles.call.schedule import Schedule
 from msa_tiles.call.where import Where
@@ -82,6 +82,7 @@ def sparse_attention(
     q, k, v = autograd.autocast(q, k, v)
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
+    validate.boolean("return_lse", return_lse)
     known = None
     if out is not None and not check and schedule is None and k_offset is None:
         knobs = (attention.HYBRID, attention.FILL, attention.COPY)

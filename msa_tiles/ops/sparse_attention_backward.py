@@ -72,7 +72,7 @@ def sparse_attention_backward(
     validate.int32("block_indices", block_indices, [k.shape[1], total_q, None], "[Hkv, T, k]", q, "q")
     backends.check(backend, q.device)
     where.validate(total_q, q, "q", k)
-    if check:
+    if validate.boolean("check", check):
         contents.check_where(where, total_q, k)
         contents.check_offsets(where, block_size, backend, q.device)
         contents.check_block_indices(block_indices, where, block_size, k)

@@ -57,6 +57,7 @@ def sparse_decode(
         validate.refuse("schedule", "a Schedule", "None: decoding walks block_indices themselves")
     where = Where(cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, max_seqlen_q, max_seqlen_k, q_positions, k_offset)
     given = calls.operands_of(q, k, v, block_indices, where, q_scale, k_scale, v_scale)
+    validate.boolean("return_lse", return_lse)
     known = None
     if out is not None and not check and k_offset is None:
         known = signature(given, block_size, workspace, out, lse, backend, (softmax_scale, batch_invariant))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,34 @@ def test_a_bound_of_numpy_is_checked() -> None:
         ops.select_blocks(**{**call("select_blocks"), "topk": np.int64(0)})
     with pytest.raises(ValueError, match="max_seqlen_k: got -1"):
         ops.select_blocks(**call("select_blocks"), max_seqlen_k=np.int64(-1))
+
+
+@pytest.mark.parametrize("op", EVERY_OPERATOR)
+@pytest.mark.parametrize("count", [2**31, 2**63, 2**70])
+def test_a_number_beyond_int32_is_refused_by_name(op: str, count: int) -> None:
+    for name in numbers(op):
+        with pytest.raises(ValueError, match=f"{name}: got {count}; wanted at most 2147483647"):
+            OPERATORS[op](**{**call(op), name: count})
+
+
+def flags() -> list[tuple[str, str]]:
+    """Every operator with each of its flags."""
+    names = {op: inspect.signature(OPERATORS[op]).parameters for op in EVERY_OPERATOR}
+    return [(op, flag) for op, known in names.items() for flag in ("check", "return_lse") if flag in known]
+
+
+@pytest.mark.parametrize(("op", "flag"), flags())
+@pytest.mark.parametrize("wrong", [1, "yes", None])
+def test_what_is_no_flag_is_refused(op: str, flag: str, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"{flag}: got {type(wrong).__name__}; wanted True or False"):
+        OPERATORS[op](**{**call(op), flag: wrong})
+
+
+@pytest.mark.parametrize("flag", ["check", "return_lse"])
+def test_what_is_no_flag_of_dense_attention_is_refused(flag: str) -> None:
+    q = torch.zeros(4, 2, 16)
+    with pytest.raises(TypeError, match=f"{flag}: got str; wanted True or False"):
+        ops.dense_attention(q, q, q, **{flag: "yes"})
 
 
 @pytest.mark.parametrize("op", ["index_score", "decode_score", "select_blocks", "sparse_attention", "sparse_decode",
