@@ -6,6 +6,7 @@ With --tree it compiles the tree's own kernels, unless --beneath is given.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         default=[],
         metavar="CALL",
         help="only what a call needs, such as msa_decode or sparse_attention,precision=fp8,group=8 (repeatable), on "
-        "--target or the GPU here; what it does not name is as in MiniMax M3, and bf16",
+        "--target or the GPU here; what it does not name is as in MiniMax M3, and bf16; with --dsl, what it needs with "
+        "backend=DSL",
     )
     parser.add_argument(
         "--audit",
@@ -181,10 +183,8 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
         targets = [] if here is None else [here]
     if not targets:
         raise ValueError(f"--for needs --target, one of {', '.join(registry.targets)}")
-    wanted = {str(job): job for target in targets for call in args.calls for job in _jobs(call, registry, target)}
-    jobs = [job for job in wanted.values() if not args.dsl or job.cell.dsl in args.dsl]
-    if wanted and not jobs:
-        raise ValueError(f"--dsl {','.join(args.dsl)}: the kernels that would run are all of another DSL")
+    asked = itertools.product(targets, args.calls, args.dsl or ["auto"])
+    jobs = [*{str(job): job for target, call, dsl in asked for job in _jobs(call, registry, target, dsl)}.values()]
     for call in args.calls:
         for form, called in forms_of_call(call, registry).items():
             console.note(f"--for {call}: {form_text(form, called)}; the form is compiled all the same")
@@ -206,12 +206,12 @@ def _build_for(args: argparse.Namespace, registry: Registry) -> int:
     return 1 if bad else 0
 
 
-def _jobs(call: str, registry: Registry, target: str) -> list[Job]:
+def _jobs(call: str, registry: Registry, target: str, backend: str) -> list[Job]:
     """The kernels that a call may launch. Raises ValueError, which says so where they can be generated."""
     from msa_tiles.runtime.parts import WHOLES, UnservedError, jobs_for
 
     try:
-        return jobs_for(call, registry, target)
+        return jobs_for(call, registry, target, backend=backend)
     except UnservedError as error:
         launched = WHOLES.get(error.op, (error.op,))
         precisions = [] if error.precision == "any" else [registry.serving(op, error.precision) for op in launched]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from msa_tiles.runtime.registry import Cell, Registry
 
 DENSE = "dense_attention"  # has no kernels of its own
-MOST_TOKENS, MOST_REQUESTS = 1 << 31, 1 << 20
+MOST_TOKENS, MOST_REQUESTS = (1 << 31) - 1, 1 << 20  # packed starts are int32
 SIZES = {"block_size", "head_dim", "index_dim", "group", "heads_per_group", "topk"}  # dims that are those of tensors
 USUAL_BLOCK = 128
 PAGED, PAGES = "paged", "pages_per_block"

@@ -73,13 +73,14 @@ def variants_at(cell: Cell, fixed: Mapping[str, int]) -> Iterator[dict[str, int]
         yield dict(zip(cell.variants, point, strict=True))
 
 
-def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for") -> list[Job]:
+def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for", backend: str = "auto") -> list[Job]:
     """The kernels that a call may launch on a target and no pack has, of the DSLs that are installed.
 
     `sparse_attention,precision=q16kv8,group=8,pages_per_block=1`: an operator, or `msa_decode` or `msa_attention`; its
     precision (bf16), a pair such as `q8k8+q16kv8`, or `any`; dims that differ from those of the M3 shape. Of those that
     follow from a call's lengths or from other dims every value is taken. A form of kernels that is named, such as
-    `q16k4m8`, stands in the place of those that calls of its tensors run.
+    `q16k4m8`, stands in the place of those that calls of its tensors run. The `backend` is the call's: of a DSL, which
+    helpers are of where it has them.
 
     Raises ValueError, which names the `argument`, for what is no call, and UnservedError for a call that no kernel
     serves, or a part of which none does.
@@ -119,6 +120,7 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
     jobs: dict[str, Job] = {}
     asked: dict[str, list[Cell]] = {}
     served: set[str] = set()
+    whole = WHOLES.get(op, (op,))
     copies = False
     for cell in cells:
         serving = registry.serving(cell.op, pair.of(cell.reads) or cell.precision if pair else precision)
@@ -129,18 +131,22 @@ def jobs_for(call: str, registry: Registry, target: str, argument: str = "--for"
         named = serving in ("any", cell.precision, registry.group_of(cell.precision)) or set(cell.reads) <= {"output"}
         if named or (not KEYS.keys().isdisjoint(cell.reads) and alike([cell], serving, registry)):
             asked.setdefault(cell.op, []).append(cell)
-            found = list(_serving(cell, fixed, registry, target, itself))
+            found = list(_serving(cell, fixed, registry, target, backend, itself))
+            if not found and cell.op not in whole:
+                found = list(_serving(cell, fixed, registry, target, "auto", itself))
             served |= {candidate.cell.op for candidate in found}
             copies |= cell.op == COPIER and bool(found)
             jobs |= _jobs(found)
     for cell in cells if copies else ():
         if cell.op in OF_COPIES and cell.precision == "bf16":
-            jobs |= _jobs(_serving(cell, fixed | {"pages_per_block": 0}, registry, target))
+            jobs |= _jobs(_serving(cell, fixed | {"pages_per_block": 0}, registry, target, backend))
     # A precision of keys alone, or of index keys alone, is of those parts that read them.
-    needed = [part for part in WHOLES.get(op, (op,)) if part in asked] or [op]
+    needed = [part for part in whole if part in asked] or [op]
     if lacking := [part for part in needed if part not in served]:
         parts = "" if lacking == [op] else f" of {' and '.join(lacking)}, which it launches,"
-        why = [line for part in lacking for line in _refusals(part, asked.get(part, []), fixed, registry, target)]
+        why = [
+            line for part in lacking for line in _refusals(part, asked.get(part, []), fixed, registry, target, backend)
+        ]
         sentence = f"{where}: no kernel{parts} serves it on {target}{':' if why else ''}"
         raise UnservedError("\n  ".join([sentence, *why]), op, precision)
     return sorted(jobs.values(), key=lambda job: (DSLS.index(job.cell.dsl), str(job)))
@@ -160,7 +166,9 @@ def _jobs(found: Iterable[Candidate]) -> dict[str, Job]:
     return {str(job): job for job in some}
 
 
-def _refusals(op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry: Registry, target: str) -> list[str]:
+def _refusals(
+    op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry: Registry, target: str, backend: str
+) -> list[str]:
     """A line for each reason for which these kernels of an operator do not serve the dims, with those that give it.
 
     Where there are none of these, the precisions of those that there are.
@@ -170,7 +178,7 @@ def _refusals(op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry
     kernels: dict[str, list[str]] = {}
     for cell in cells:
         dims = {name: fixed.get(name, value) for name, value in cell.ci[0].items()}
-        [answer] = (each for each in _decide(cell, dims, 0, registry, target).candidates if each.cell is cell)
+        [answer] = (each for each in _decide(cell, dims, 0, registry, target, backend).candidates if each.cell is cell)
         kernels.setdefault(answer.refusal or "", []).append(cell.id)
     others = registry.select(op, target=target)
     if others and not kernels:
@@ -179,7 +187,7 @@ def _refusals(op: str, cells: Iterable[Cell], fixed: Mapping[str, int], registry
 
 
 def _serving(
-    cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str, itself: bool = False
+    cell: Cell, fixed: Mapping[str, int], registry: Registry, target: str, backend: str, itself: bool = False
 ) -> Iterator[Candidate]:
     """The kernels that run for a target's calls of a cell's operator and precision, at whatever number of queries.
 
@@ -187,19 +195,19 @@ def _serving(
     """
     if itself:
         for variant in variants_at(cell, fixed):
-            candidates = _decide(cell, variant, 0, registry, target).candidates
+            candidates = _decide(cell, variant, 0, registry, target, backend).candidates
             yield from (each for each in candidates if each.cell is cell and each.refusal is None)
         return
     figures = (figure for figure in tuned.figures_of(*registry.directories) if figure.op == cell.op)
     sizes = sorted({0, *(tuned.bucket(figure.queries) for figure in figures)})
     for variant in variants_at(cell, fixed):
         for size in sizes:
-            chosen = _decide(cell, variant, size, registry, target).chosen
+            chosen = _decide(cell, variant, size, registry, target, backend).chosen
             if chosen is not None:
                 yield chosen
 
 
-def _decide(cell: Cell, dims: Mapping[str, int], size: int, registry: Registry, target: str) -> Decision:
+def _decide(cell: Cell, dims: Mapping[str, int], size: int, registry: Registry, target: str, backend: str) -> Decision:
     """Which kernel runs for a target's calls of a cell's operator and precision with these dims."""
     # Here, because commands that list or compile kernels do without torch.
     import torch
@@ -209,7 +217,7 @@ def _decide(cell: Cell, dims: Mapping[str, int], size: int, registry: Registry, 
 
     features = frozenset({"paged"} if dims.get("pages_per_block") else ())
     facts = CallFacts(cell.op, torch.device("cuda"), cell.precision, dims, features, size=size)
-    return decide(facts, target_facts(registry.targets[target]), registry)
+    return decide(facts, target_facts(registry.targets[target]), registry, backend)
 
 
 def warm(*calls: str, target: str | None = None, jobs: int | None = None) -> int:

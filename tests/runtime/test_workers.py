@@ -329,6 +329,25 @@ class TestWhatACallNeeds:
         with pytest.raises(ValueError, match=r"^call "):
             parts.warm(call, target="sm90")
 
+    @pytest.mark.parametrize("call", ["combine", "sparse_attention,precision=fp8", "msa_decode", "msa_attention"])
+    def test_a_backend_has_the_kernels_of_its_dsl(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        """Also where those of the other one would run."""
+        monkeypatch.setattr(toolchain, "missing", lambda _dsl: None)
+        registry = default_registry()
+        for dsl in ("cutedsl", "tilelang"):
+            jobs = parts.jobs_for(call, registry, "sm90", backend=dsl)
+            assert jobs and {job.cell.dsl for job in jobs} == {dsl}
+
+    def test_a_backend_has_helpers_of_the_other_dsl_where_it_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(toolchain, "missing", lambda _dsl: None)
+        registry = default_registry()
+        cells = tuple(cell for cell in registry.cells if (cell.op, cell.dsl) != ("combine", "cutedsl"))
+        registry = dataclasses.replace(registry, cells=cells)
+        jobs = parts.jobs_for("sparse_decode", registry, "sm90", backend="cutedsl")
+        assert {(job.cell.op, job.cell.dsl) for job in jobs} == {("sparse_decode", "cutedsl"), ("combine", "tilelang")}
+        with pytest.raises(ValueError, match="it is a tilelang kernel, backend='cutedsl' was asked for"):
+            parts.jobs_for("combine", registry, "sm90", backend="cutedsl")
+
     def test_a_target_is_named_where_no_gpu_has_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(ValueError, match=r"target is None.* no CUDA device; name one of sm100, sm103, sm90"):
