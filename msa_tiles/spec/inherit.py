@@ -87,7 +87,8 @@ def _heir(name: str, own: Mapping[str, Node], beneath: Mapping[str, Node], heirs
     if parent not in beneath:
         known = ", ".join(sorted({*own, *beneath} - {name})) or "none"
         remedy = "; name the tree that has it with another --tree before this one" if beneath else ""
-        raise key.error(f"there is no {parent!r} to inherit from; there is {known}{remedy}")
+        wrong = f"{name!r} inherits from itself" if parent == name else f"there is no {parent!r} to inherit from"
+        raise key.error(f"{wrong}; there is {known}{remedy}")
     return Heir(root.yaml, root.where, root.name, beneath[parent])
 
 

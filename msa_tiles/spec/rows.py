@@ -120,8 +120,8 @@ def _only(node: Node, variants: Variants | None, op: str) -> Mapping[str, tuple[
             found = tuple(mistakes.each(Node.integer, value.items()))
         if found[:1] != (served[0],) or not set(found) < set(served) or len(set(found)) < len(found):
             raise value.error(
-                f"{name} {', '.join(map(str, found))}: wanted {served[0]} first, and then some but not all of "
-                f"{', '.join(map(str, served[1:]))}"
+                f"{name} {', '.join(map(str, found))}: wanted some but not all of {', '.join(map(str, served))}, "
+                f"{served[0]} first; a row without {name} serves all of them"
             )
         return found
 

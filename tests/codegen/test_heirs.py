@@ -91,7 +91,7 @@ def test_kernels_on_request(toy: Toy) -> None:
 MISTAKES = {
     "specs/targets/heir.yaml": [
         ("target: heir\ninherits: roy\n", 2, "there is no 'roy' to inherit from; there is toy"),
-        ("target: heir\ninherits: heir\n", 2, "there is no 'heir' to inherit from; there is toy"),
+        ("target: heir\ninherits: heir\n", 2, "'heir' inherits from itself; there is toy"),
         (HEIR + "colour: red\n", 4, "unknown key 'colour'"),
         (HEIR + "threads_per_block: 31\n", 4, "threads_per_block is 31; it must be at least 32"),
     ],

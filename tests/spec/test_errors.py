@@ -134,10 +134,10 @@ MISTAKES = {
          "only names 'width', which is none of the exact dims of sparse_attention: head_dim, "),
     "only without the first value":
         (ATTENTION, "    mma: wgmma", "    only: {head_dim: [64]}\n    mma: wgmma", 0,
-         "head_dim 64: wanted 128 first, and then some but not all of 64"),
+         "head_dim 64: wanted some but not all of 128, 64, 128 first"),
     "only of all values":
         (ATTENTION, "    mma: wgmma", "    only: {head_dim: [128, 64]}\n    mma: wgmma", 0,
-         "head_dim 128, 64: wanted 128 first, and then some but not all of 64"),
+         "head_dim 128, 64: wanted some but not all of 128, 64, 128 first"),
     "adjustment of no cell":
         (ATTENTION, "    mma: wgmma", "    adjust: {sm100: {threads: '128'}}\n    mma: wgmma", 0,
          "adjust names 'sm100', which is neither a target nor a precision of the row"),
