@@ -161,7 +161,7 @@ def fmha_sm100(
     plan = _checked(q, k, plan_info, kv_indices, page_table, kv_block_indexes)
     if o_scale not in (None, 1.0):
         raise NotImplementedError(f"o_scale: got {o_scale}; wanted None or 1: out has 16 bits or more and no scale")
-    scored = output_maxscore and plan.tiles > 0
+    scored = output_maxscore and plan.tiles >= 0
     where = _places(plan, q, k, kv_indices, page_table, q_offset_override)
     if check_input_valid:
         where["check"] = True

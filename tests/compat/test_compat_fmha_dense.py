@@ -154,8 +154,11 @@ def test_scores_go_on_to_selection_and_attention() -> None:
 def test_requests_without_keys() -> None:
     batch = Packed("dense nothing", (2, 0), (0, 0), 1)
     q, k = batch.queries(), torch.zeros(0, KV_HEADS, DIM)
-    out, score = fmha_sm100.fmha_sm100(q, k, k, plan(batch, output_maxscore=True, causal=False))
-    assert not bool(out.any()) and score is None
+    made = plan(batch, output_maxscore=True, causal=False)
+    out, score = fmha_sm100.fmha_sm100(q, k, k, made)
+    assert not bool(out.any()) and score.shape == (HEADS, 0, len(q)) and score.dtype == torch.float32
+    out, score = fmha_sm100.fmha_sm100(q, k, k, made, output_o=False, max_score=torch.empty(HEADS, 0, len(q)))
+    assert out is None and score.shape == (HEADS, 0, len(q))
     pages = torch.full((2, KV_HEADS, BLOCK, DIM), torch.nan)
     made = plan(batch, page_size=BLOCK)
     out, _ = fmha_sm100.fmha_sm100(q, pages, pages, made, kv_indices=torch.zeros(0, dtype=torch.int32))
