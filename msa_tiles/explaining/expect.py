@@ -1,4 +1,4 @@
-"""How long a call is expected to take: its roofline, and by how much calls like it missed theirs.
+"""How long a call is expected to take: its roofline, and what calls with rooflines like it took.
 
 `measured.json` holds, for each operator, precision and DSL, pairs of the roofline's milliseconds and measured ones, as
 `perf/expectations.py` takes them from the rows of a card in `perf/results`.
@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from msa_tiles.spec.source import Location
 from msa_tiles.spec.work import work_of
 
 MEASURED = Path(__file__).with_name("measured.json")
-FAR = 4  # times as long, or as short, as anything measured
+FAR = 4  # times as long, or as short, as anything measured: launches alone take microseconds
 Pair = tuple[float, float]  # milliseconds of the roofline, and measured ones
 # What the sequences of a call say, whatever the sizes of its tensors are.
 _OF_SEQUENCES = ("total_q", "total_k", "num_sequences", "max_blocks")
@@ -104,26 +106,33 @@ def timed(
 
 
 def from_rows(rows: Sequence[Pair], floor: float, device: str, card: str) -> Expectation:
-    """The floor times the ratio at the nearest floor measured, and how far such answers are off for the rows."""
+    """What the rows have at such a floor, and how far such answers are off for the rows."""
     if not rows:
         return Expectation(floor, device)
-    within = None
-    if len(rows) > 1:
-        misses = []
-        for index, (own_floor, taken) in enumerate(rows):
-            guess = own_floor * _ratio([*rows[:index], *rows[index + 1 :]], own_floor)
+    misses = []
+    for index, (own_floor, taken) in enumerate(rows):
+        guess = _between([*rows[:index], *rows[index + 1 :]], own_floor)
+        if guess is not None:
             misses.append(max(guess / taken, taken / guess))
-        within = max(misses)
-    least, most = min(row[0] for row in rows), max(row[0] for row in rows)
-    # Far from every row the ratio is another: launches alone take microseconds.
-    ms = floor * _ratio(rows, floor) if least / FAR <= floor <= most * FAR else None
-    return Expectation(floor, device, ms, within, len(rows), card)
+    return Expectation(floor, device, _between(rows, floor), max(misses, default=None), len(rows), card)
 
 
-def _ratio(rows: Sequence[Pair], floor: float) -> float:
-    """How many times its roofline the row took whose roofline is nearest, as a ratio."""
-    near, ms = min(rows, key=lambda row: abs(math.log(row[0] / max(floor, 1e-9))))
-    return ms / near
+def _between(rows: Sequence[Pair], floor: float) -> float | None:
+    """Milliseconds at a floor: on the line between the two nearest, as launches and bytes add up; None far from all.
+
+    Outside them it is the ratio of the outermost. Of rows with one floor it is their geometric mean.
+    """
+    alike: dict[float, list[float]] = {}
+    for own_floor, taken in sorted(rows):
+        alike.setdefault(own_floor, []).append(taken)
+    points = [(own_floor, statistics.geometric_mean(taken)) for own_floor, taken in alike.items()]
+    if not points or not points[0][0] / FAR <= floor <= points[-1][0] * FAR:
+        return None
+    for (below, less), (above, more) in itertools.pairwise(points):
+        if below <= floor <= above:
+            return less + (more - less) * (floor - below) / (above - below)
+    end, taken = points[0] if floor < points[0][0] else points[-1]
+    return floor * taken / end
 
 
 def _dims(operator: Operator, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:

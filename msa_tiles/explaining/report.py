@@ -24,10 +24,10 @@ ORIGINS = {"pack": "from the pack {}", "cache": "from the cache", "compile": "co
 class Expectation:
     """Milliseconds of an operator: `floor_ms` is what the roofline allows on `device`, `ms` what is to be expected.
 
-    `ms` is the floor times the ratio that was measured at the nearest floor, of `rows` rows of the operator, in this
-    precision and DSL, on `card`. `within` is the largest factor by which such an expectation misses one of these rows,
-    where that row itself is left out; None where there are fewer than two. `ms` is None where nothing was measured, or
-    nothing of such a size. Then, where `msa-tiles tune` timed this very kernel at this very work, `ms` comes from that
+    `ms` lies between what was measured at the floors next to it, of `rows` rows of the operator, in this precision and
+    DSL, on `card`. `within` is the largest factor by which such an expectation misses one of these rows, where that row
+    itself is left out; None where no row has another near it. `ms` is None where nothing was measured, or nothing of
+    such a size. Then, where `msa-tiles tune` timed this very kernel at this very work, `ms` comes from that
     figure, and `workload` says of what.
     """
 

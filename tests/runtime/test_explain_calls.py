@@ -277,15 +277,20 @@ def test_rows_of_caches_of_4_bits_are_as_wide_as_others() -> None:
 
 def test_an_expectation_states_its_error() -> None:
     rows = [(1.0, 2.0), (2.0, 6.0), (8.0, 20.0)]
-    found = expect.from_rows(rows, 2.2, "a card", "another")
-    assert (found.ms, found.rows, found.card) == (pytest.approx(6.6), 3, "another")
-    # Left out: the first is expected at 3 instead of 2, the second at 4 instead of 6, the third at 24 instead of 20.
+    found = expect.from_rows(rows, 5.0, "a card", "another")
+    assert (found.ms, found.rows, found.card) == (pytest.approx(13.0), 3, "another")
+    # Left out: the first is expected at 3 instead of 2, the second at 2 + 18 / 7 instead of 6, the third at 24, not 20.
     assert found.within == pytest.approx(1.5)
     assert "3 rows measured on another, each met within a factor of 1.5" in str(found)
+    for outside, taken in ((0.5, 1.0), (1.0, 2.0), (2.0, 6.0), (8.0, 20.0), (16.0, 40.0)):
+        assert expect.from_rows(rows, outside, "a card", "another").ms == pytest.approx(taken)
     for far in (0.2, 40.0):
         told = expect.from_rows(rows, far, "a card", "another")
         assert told.ms is None and str(told) == f"not measured at such a size; roofline {far:g} ms on a card"
     assert expect.from_rows(rows[:1], 1.0, "a card", "another").within is None
+    # A launch alone says nothing of what is a thousand times larger; its answer is never given, and is no miss.
+    assert expect.from_rows([(0.001, 2.0), *rows[:2]], 1.0, "a card", "another").within == pytest.approx(2, rel=1e-3)
+    assert expect.from_rows([(1.0, 2.0), (1.0, 8.0)], 1.0, "a card", "another").ms == pytest.approx(4.0)
     none = expect.from_rows([], 0.5, "a card", "another")
     assert (none.ms, str(none)) == (None, "not measured; roofline 0.5 ms on a card")
 
