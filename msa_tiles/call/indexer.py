@@ -118,6 +118,8 @@ def check_operands(
             wanted = f"{idx_q.dtype} like idx_q, or idx_q quantised as well (msa_tiles.quant.quantize_fp8)"
             validate.refuse_type("idx_k", f"dtype {FP8}", wanted)
         validate.floating("idx_k", idx_k, dims, idx_q, "idx_q", further=(FP8,))
+    if idx_q.shape[1] == 0:
+        validate.refuse("idx_q", "0 index heads", "at least 1")
     if idx_q.shape[2] == 0:
         validate.refuse("idx_q", "index dim 0", "at least 1")
     if formats.width(idx_k) != idx_q.shape[2]:

@@ -54,7 +54,8 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="inspect the machine code against plan and target, and record which kernels passed",
+        help="inspect the machine code against plan and target, and record which kernels of a tree or a checkout "
+        "passed",
     )
     add_variant(
         parser,
@@ -221,7 +222,10 @@ def _jobs(call: str, registry: Registry, target: str, backend: str) -> list[Job]
 
 
 def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -> bool:
-    """Keep in `compiled.json` which cells passed, with the digests that they have now; whether it could be written."""
+    """Keep in `compiled.json` which cells passed, with the digests that they have now.
+
+    False where it cannot be written; that of an installation is not to be.
+    """
     import datetime
 
     from msa_tiles.codegen.toolchain import PINS
@@ -247,8 +251,7 @@ def _record(cells: Sequence[Cell], failed: Container[str], registry: Registry) -
     try:
         evidence.record_compiled(registry.directory, entries)
     except ValueError as error:
-        console.complain(f"nothing is recorded: {error}")
-        return False
+        console.note(f"nothing is recorded: {error}")
     except OSError as error:
         console.complain(f"{registry.directory / evidence.COMPILED} cannot be written ({error.strerror})")
         return False

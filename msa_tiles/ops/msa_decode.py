@@ -151,9 +151,9 @@ def decode_workspace_bytes(
         validate.refuse(
             "device", "None for tensors on meta", "where the call will run, such as 'sm90', 'cuda' or 'cpu'"
         )
+    like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
     if device is None and not backends.has_kernels(q.device):
         return 0
-    like = q if idx_q is None else validate.floating("idx_q", idx_q, "[T, Hi, Di]", further=(FP8,))
     num_blocks = 0 if idx_q is None else -(-max_seqlen_k // block_size)
     return decode.bytes_on(device, q, like, topk, num_kv_heads, num_blocks, batch_invariant)
 

@@ -327,7 +327,7 @@ def test_causal_is_a_boolean(op):
 
 
 def test_sizes_of_zero_that_mean_nothing():
-    for op in ("select_blocks", "msa_decode"):
+    for op in (*SCORERS, "select_blocks", "msa_decode"):
         fails(op, lambda a: {"idx_q": a["idx_q"][:, :0]}, "idx_q: got 0 index heads; wanted at least 1")
     for op in RANKERS:
         fails(op, lambda a: {"score": a["score"][:0]}, "score: got 0 index heads; wanted at least 1")
@@ -397,6 +397,7 @@ def test_workspace_bytes():
 
     refused("q: got list; wanted a tensor [T, Hq, D]", TypeError, [1], 4, 2)
     refused("q: got shape [3, 4]; wanted 3 dimensions [T, Hq, D]", ValueError, q[..., 0], 4, 2)
+    refused("idx_q: got str; wanted a tensor [T, Hi, Di]", TypeError, q, 4, 2, idx_q="x")
     refused("topk: got 0; wanted at least 1", ValueError, q, 0, 2)
     refused("topk: got 65537; wanted at most 65536", ValueError, q, 65537, 2)
     refused("num_kv_heads: got 0; wanted at least 1", ValueError, q, 4, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from msa_tiles import cli
+from msa_tiles import cli, trees
 from msa_tiles.codegen.digest import digest_of
 from msa_tiles.runtime import registry as registry_module
 from msa_tiles.runtime.build import Job, Outcome
@@ -193,6 +193,18 @@ def test_an_audit_that_cannot_be_recorded_is_no_success(
     assert cli.main(["build", "--audit"]) == 1
     assert "compiled.json" in capsys.readouterr().err
     assert cli.main(["build"]) == 0
+
+
+def test_an_audit_of_an_installation_is_a_success_that_is_not_recorded(
+    capsys: pytest.CaptureFixture[str], generated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "msa_tiles.runtime.build.build", lambda jobs, *_, **__: [Outcome(j, None, 0.0, ()) for j in jobs]
+    )
+    monkeypatch.setattr(trees, "INSTALLATION", generated.parent)
+    assert cli.main(["build", "--audit"]) == 0
+    assert f"nothing is recorded: {generated} came with the installation" in capsys.readouterr().err
+    assert not (generated / "compiled.json").exists()
 
 
 def test_a_working_directory_that_is_gone_is_named(
