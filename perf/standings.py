@@ -16,8 +16,9 @@ HEAD = """# Standings
 
 Written by `python perf/standings.py` from `perf/results`: the last row of each case on each card. Times are
 milliseconds, sustained over a second in both orders with the peers in the same run. *Ratio* is the best peer's time by
-that of our faster DSL; *share* is the roofline's time by ours. Rows are not changed when kernels change: `msa-tiles
-bench --from FILE --gates` marks those that have gone stale. [lessons](lessons/README.md) say what limits what,
+that of our faster DSL in one run: the last one with that peer in which ours took within a tenth of its last time, since
+runs leave peers out. *Share* is the roofline's time by ours. Rows are not changed when kernels change: `msa-tiles bench
+--from FILE --gates` marks those that have gone stale. [lessons](lessons/README.md) say what limits what,
 [NOTES.md](NOTES.md) what was tried.
 """
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from msa_tiles.bench import gates, rows
+from msa_tiles.bench import gates, points, rows
 from msa_tiles.bench.operators import BENCHMARKS
 from msa_tiles.bench.precisions import group, halves
 from msa_tiles.bench.rows import Row
@@ -13,8 +14,10 @@ from msa_tiles.spec.model import DSLS
 FIGURES = (*DSLS, "best peer", "ratio", "floor", "share")
 HEADING = ("op", "case", "prec", *FIGURES, "gate")
 STALE = "*"
+ABOUT = 1.1  # times as long, or as short, as our fastest row: then a row beside a peer speaks for it
 LEGEND = (
-    "times in milliseconds; ratio: the best peer's time by that of our faster DSL, in the same run;\n"
+    "times in milliseconds; ratio: the best peer's time by that of our faster DSL in the same run,\n"
+    "which is the last one with that peer in which ours took within a tenth of what it takes now;\n"
     "share: the roofline's time by ours; gate: the ratio to a named peer that is aimed at, and whether it is reached"
 )
 STALE_LEGEND = f"{STALE} timed with kernels that have changed since"
@@ -22,18 +25,21 @@ STALE_LEGEND = f"{STALE} timed with kernels that have changed since"
 
 def lines(results: Iterable[Row], current: frozenset[str]) -> list[Sequence[str]]:
     """The table, the heading first; `current` are the digests of the kernels as they are now."""
+    results = list(results)
     latest = rows.latest(results)
-    cases = dict.fromkeys((op, case, precision) for op, case, precision, _ in latest)
+    of_case: dict[tuple[str, str, str], list[Row]] = {}
+    for row in results:
+        of_case.setdefault((row["op"], row["case"], row["precision"]), []).append(row)
     table: list[Sequence[str]] = [HEADING]
-    named = labels((op, precision) for op, _, precision in cases)
-    for op, case, precision in sorted(cases, key=_place):
+    named = labels((op, precision) for op, _, precision in of_case)
+    for op, case, precision in sorted(of_case, key=_place):
         mine = {dsl: latest[op, case, precision, dsl] for dsl in DSLS if (op, case, precision, dsl) in latest}
         table.append(
             (
                 op,
                 case,
                 named[op, precision],
-                *_figures(mine, current),
+                *_figures(mine, of_case[op, case, precision], current),
                 _gate(op, case, precision, latest, current),
             )
         )
@@ -63,21 +69,26 @@ def _groups(precision: str) -> str:
     return "+".join(dict.fromkeys(group(half) for half in halves(precision)))
 
 
-def _figures(mine: Mapping[str, Row], current: frozenset[str]) -> Iterable[str]:
+def _figures(mine: Mapping[str, Row], earlier: Iterable[Row], current: frozenset[str]) -> Iterable[str]:
     for dsl in DSLS:
         if dsl in mine:
             yield _ms(mine[dsl]["ms"]) + (STALE if rows.is_stale(mine[dsl], current) else "")
         else:
             yield "-"
     fastest = min(rows.fresh(mine.values(), current), key=lambda row: row["ms"])
-    peer = min(fastest["baselines"], key=fastest["baselines"].__getitem__, default=None)
-    if peer is None:
-        yield from ("-", "-")
-    else:
-        yield f"{_ms(fastest['baselines'][peer])} {peer}"
-        yield f"{fastest['baselines'][peer] / fastest['ms']:.2f}x"
+    ratio, peer, row = min(_ratios(fastest, earlier, current), default=(None, "", fastest), key=operator.itemgetter(0))
+    yield from ("-", "-") if ratio is None else (f"{_ms(row['baselines'][peer])} {peer}", f"{ratio:.2f}x")
     floor = fastest["floor_ms"]
     yield from ("-", "-") if floor is None else (_ms(floor), f"{100 * floor / fastest['ms']:.0f}%")
+
+
+def _ratios(fastest: Row, earlier: Iterable[Row], current: frozenset[str]) -> Iterable[tuple[float, str, Row]]:
+    """Each peer's, with the newest row beside it that is about as fast: a run may have left peers out."""
+    alike = [row for row in earlier if fastest["ms"] / ABOUT <= row["ms"] <= ABOUT * fastest["ms"]]
+    for peer in dict.fromkeys(peer for row in alike for peer in row["baselines"]):
+        row = points.beside(alike, peer, fastest["op"], fastest["case"], fastest["precision"], current)
+        if row is not None:
+            yield row["baselines"][peer] / row["ms"], peer, row
 
 
 def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], current: frozenset[str]) -> str:

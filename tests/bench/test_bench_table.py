@@ -54,6 +54,19 @@ def test_the_ratio_is_of_one_run():
     assert (shown["best peer"], shown["ratio"]) == ("5.0000 torch", "5.00x")
 
 
+def test_a_peer_that_the_last_run_left_out_is_that_of_an_earlier_one():
+    """Where ours took about as long then, and with the figures of that run; also beside the other DSL."""
+    earlier = row("combine", "prefill_4k", "cutedsl", ms=1.05, baselines={"torch": 5.25, "flashinfer": 0.84})
+    slow = row("combine", "prefill_4k", "cutedsl", ms=1.2, baselines={"vllm": 0.1})
+    last = row("combine", "prefill_4k", "cutedsl", ms=1.0, baselines={"torch": 4.0})
+    shown = line(slow, earlier, last)
+    assert (shown["cutedsl"], shown["best peer"], shown["ratio"]) == ("1.0000", "0.8400 flashinfer", "0.80x")
+    shown = line(slow, earlier, last | {"dsl": "tilelang"})
+    assert (shown["tilelang"], shown["best peer"], shown["ratio"]) == ("1.0000", "0.8400 flashinfer", "0.80x")
+    shown = line(slow, last)
+    assert (shown["best peer"], shown["ratio"]) == ("4.0000 torch", "4.00x")
+
+
 def test_the_latest_row_of_a_case_counts():
     assert line(row("combine", "prefill_4k", ms=1.0), row("combine", "prefill_4k", ms=3.0))["tilelang"] == "3.0000"
 
