@@ -522,8 +522,8 @@ class TestPlaces:
         monkeypatch.delenv("MSA_TILES_CACHE_DIR", raising=False)
         monkeypatch.setattr(pwd, "getpwuid", unknown)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        # Root may write to `/` and make directories there; others may not.
-        monkeypatch.setattr(os, "access", lambda path, _mode: str(path) != "/")
+        # Root may write to `/`, make directories there and leave them behind; others may not.
+        monkeypatch.setattr(os, "access", lambda path, _mode: str(path) not in ("/", "/nonexistent"))
         if home is None:
             monkeypatch.delenv("HOME", raising=False)
         else:
