@@ -137,12 +137,19 @@ def best(gate: Gate, latest: Mapping[Key, Row], current: frozenset[str]) -> tupl
     return ratio, "met" if ratio >= gate.ratio else "MISSED"
 
 
+def ratio_text(ratio: float, gate: Gate, digits: int = 2) -> str:
+    """A ratio with so many digits behind the point, and with more where these would show what is missed as reached."""
+    text = f"{ratio:.{digits}f}"
+    rounded_up = any(aim is not None and ratio < aim <= float(text) for aim in (gate.ratio, gate.goal))
+    return ratio_text(ratio, gate, digits + 1) if rounded_up else text
+
+
 def report(latest: Mapping[Key, Row], current: frozenset[str], gates: Iterable[Gate] = GATES) -> list[Sequence[str]]:
     """Rows of a table, the heading first."""
     table: list[Sequence[str]] = [("op", "case", "precision", "peer", "ratio", "gate", "goal", "verdict")]
     for gate in gates:
         ratio, words = best(gate, latest, current)
-        shown = "-" if ratio is None else f"{ratio:.2f}"
+        shown = "-" if ratio is None else ratio_text(ratio, gate)
         peer = " or ".join(gate.peers)
         must = "-" if gate.ratio is None else f"{gate.ratio:g}"
         table.append((gate.op, gate.case, gate.precision, peer, shown, must, f"{gate.goal:g}", words))

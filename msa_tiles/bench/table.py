@@ -97,7 +97,7 @@ def _gate(op: str, case: str, precision: str, latest: Mapping[rows.Key, Row], cu
         return ""
     ratio, words = gates.best(gate, latest, current)
     aim = f"{gate.goal if gate.ratio is None else gate.ratio:g}x {words}"
-    return aim if ratio is None else f"{aim} ({ratio:.{1 if ratio >= 10 else 2}f})"
+    return aim if ratio is None else f"{aim} ({gates.ratio_text(ratio, gate, 1 if ratio >= 10 else 2)})"
 
 
 def _ms(value: float) -> str:

@@ -122,10 +122,11 @@ def check_block_indices(block_indices: Tensor, where: Where, block_size: int, ke
     wrong = ((ids < -1) | (ids >= limit[:, None])) & (ids != -1) & inside[:, None]
     if bool(wrong.any()):
         head, token, slot = wrong.nonzero()[0].tolist()
+        last = int(limit[token]) - 1
         validate.refuse(
             "block_indices",
             f"id {int(ids[head, token, slot])} at [{head}, {token}, {slot}]",
-            f"-1 or a block of the request, 0 to {int(limit[token]) - 1}",
+            f"-1 or a block of the request, {f'0 to {last}' if last >= 0 else 'which has no keys'}",
         )
     ordered = ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0) & inside[:, None]

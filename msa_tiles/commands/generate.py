@@ -24,6 +24,7 @@ from msa_tiles.paths import generated_dir, specs_dir
 if TYPE_CHECKING:
     from msa_tiles.codegen import Generated, Selection
     from msa_tiles.spec import Specs
+    from msa_tiles.spec.model import Target
 
 _NOTHING = "no kernel beyond what lies beneath"
 
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     for cell, lost in ({} if tree is None else own.no_longer_served(generated, trees.stack())).items():
         if selection.holds(cell):
             console.complain(f"{cell}: served by the one beneath and no longer: {lost}")
-    for sentence in () if tree is None else _told_of_heirs(tree, specs):
+    for sentence in () if tree is None else _told_of_twins(tree, specs):
         console.complain(sentence)
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
@@ -207,17 +208,17 @@ def _told_of_formats(tree: trees.Tree, specs: Specs) -> Iterator[str]:
         )
 
 
-def _told_of_heirs(tree: trees.Tree, specs: Specs) -> Iterator[str]:
-    """Sentences about targets of a tree that are compiled for what the target is that they inherit from."""
-    for target in specs.targets.values():
-        parent = specs.targets.get(target.inherits)
-        if parent is None or parent is target or not _lies_in(target.where.file, tree):
-            continue
-        if (target.arch, target.capability) == (parent.arch, parent.capability):
-            capability = ".".join(map(str, target.capability))
+def _told_of_twins(tree: trees.Tree, specs: Specs) -> Iterator[str]:
+    """Sentences about targets of a tree that have the capability of others, and so the GPUs."""
+    alike: dict[tuple[int, int], list[Target]] = {}
+    for target in sorted(specs.targets.values(), key=lambda target: not _lies_in(target.where.file, tree)):
+        alike.setdefault(target.capability, []).append(target)
+    for capability, (first, *others) in alike.items():
+        if others and _lies_in(first.where.file, tree):
             yield (
-                f"{target.where}: {target.name} has the arch {target.arch} and the capability {capability} of "
-                f"{parent.name}, which it inherits from: with this tree GPUs of that capability are {target.name}"
+                f"{first.where}: {first.name} has the capability {'.'.join(map(str, capability))} of "
+                f"{' and '.join(target.name for target in others)}: with this tree GPUs of that capability are "
+                f"{first.name}"
             )
 
 

@@ -81,6 +81,7 @@ def select(
 ) -> Tensor:
     """The same of scores [H, T, tiles]."""
     heads, total_q, tiles = score.shape
+    validate.integer("topk", topk, 1, validate.LARGEST_TOPK)
     if score.stride(-1) != 1:
         score = score.contiguous()
     wanted = (total_q, heads, topk)

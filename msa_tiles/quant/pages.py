@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msa_tiles.quant import layouts
 from msa_tiles.quant.fp4 import quantize_nvfp4
-from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor
+from msa_tiles.quant.tensor import GROUPS, PACKED, QuantizedTensor, require_tensor, require_unquantised
 
 GROUP = GROUPS["nvfp4"].size
 # Values that are converted at a time.
@@ -38,6 +38,7 @@ def vllm_pages(pool: Tensor, k_global_scale: Tensor | None = None, v_global_scal
     Raises TypeError or ValueError for another tensor.
     """
     row = GROUP // PACKED + 1  # bytes of a group with its scale
+    require_tensor("pool", pool, f"a tensor [pages, 2 H, P, D / 2 + D / {GROUP}]")
     if pool.dtype != torch.uint8:
         raise TypeError(f"pool: got dtype {pool.dtype}; wanted torch.uint8")
     if pool.dim() != 4 or pool.shape[1] % 2 or pool.shape[3] % row or pool.shape[2] % layouts.TOKENS:
@@ -130,6 +131,9 @@ def quantize_pages(
     """
     if order not in ("vllm", "sglang"):
         raise ValueError(f"order: got {order!r}; wanted 'vllm' or 'sglang'")
+    for name, value in (("k", k), ("v", v)):
+        require_tensor(name, value, "a tensor [pages, H, P, D]")
+        require_unquantised(name, value)
     if k.dim() != 4 or v.shape != k.shape:
         raise ValueError(f"v: got shape {list(v.shape)} beside k {list(k.shape)}; wanted both [pages, H, P, D]")
     num_pages, heads, page, dim = k.shape
@@ -137,7 +141,8 @@ def quantize_pages(
     shape = (num_pages, 2 * heads, page, size) if order == "vllm" else (num_pages, 2 * heads * page * size)
     if pool is None:
         pool = torch.empty(shape, dtype=torch.uint8, device=k.device)
-    elif tuple(pool.shape) != shape:
+    require_tensor("pool", pool, f"a tensor {list(shape)}")
+    if tuple(pool.shape) != shape:
         raise ValueError(f"pool: got shape {list(pool.shape)}; wanted {list(shape)}")
     if order == "vllm":
         made = vllm_pages(pool, k_global_scale, v_global_scale)
@@ -154,6 +159,8 @@ def quantize_index_pages(idx_k: Tensor, *, global_scale: Tensor | None = None) -
     Rounded as in `quantize_nvfp4` under a float32 ``global_scale`` [], None for 1. Raises TypeError or ValueError that
     names the argument.
     """
+    require_tensor("idx_k", idx_k, "a tensor [pages, P, Di]")
+    require_unquantised("idx_k", idx_k)
     if idx_k.dim() != 3:
         raise ValueError(f"idx_k: got shape {list(idx_k.shape)}; wanted [pages, P, Di]")
     num_pages, page, dim = idx_k.shape
@@ -182,6 +189,7 @@ def _groups(dim: int) -> int:
 
 
 def _check_rows(pool: Tensor, size: int) -> None:
+    require_tensor("pool", pool, f"a tensor [pages, {size}]")
     if pool.dtype != torch.uint8:
         raise TypeError(f"pool: got dtype {pool.dtype}; wanted torch.uint8")
     if pool.dim() != 2 or pool.shape[1] != size:

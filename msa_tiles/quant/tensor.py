@@ -29,9 +29,11 @@ GROUPS = {"nvfp4": Groups(torch.float8_e4m3fn, 16, True), "mxfp4": Groups(torch.
 
 
 def require_tensor(name: str, value: object, wanted: str = "a tensor") -> None:
-    """Raise TypeError that names an argument which is no tensor."""
+    """Raise TypeError that names an argument which is no tensor, or one that strides do not describe."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; wanted {wanted}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {value.layout}; wanted torch.strided")
 
 
 def require_unquantised(name: str, value: Tensor) -> None:

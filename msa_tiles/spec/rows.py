@@ -147,7 +147,7 @@ def _kernel(
 
     def feature(item: Node) -> str:
         if (name := item.string()) not in features:
-            raise item.error(f"feature {name!r} is none of those {op} declares: {', '.join(features)}")
+            raise item.error(f"feature {name!r} is none of those {op} declares: {', '.join(features) or 'it has none'}")
         return name
 
     def get(key: str, reader: Callable[[Node], Any], default: Any = None) -> Any:

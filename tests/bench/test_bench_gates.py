@@ -65,6 +65,15 @@ def test_the_fastest_of_several_peers_counts():
     assert gates.best(DECODE, rows.latest([row(DECODE, 1.0, fa4=7.0, dense_bytes=7.75)]), NOW) == (7.0, "MISSED")
 
 
+@pytest.mark.parametrize(
+    ("ratio", "digits", "text"),
+    [(1.0984, 2, "1.098"), (1.09999, 2, "1.09999"), (1.1, 2, "1.10"), (1.0849, 2, "1.08"), (1.348, 1, "1.3"),
+     (1.3499, 2, "1.3499"), (1.36, 2, "1.36")],
+)  # fmt: skip
+def test_what_is_missed_is_not_rounded_to_what_is_aimed_at(ratio, digits, text):
+    assert gates.ratio_text(ratio, gates.Gate("select_blocks", "a case", ("a peer",), 1.1, 1.35), digits) == text
+
+
 def test_figures_of_different_runs_are_never_divided_by_each_other():
     """The faster DSL was timed without the peer, so that the slower one's ratio is all there is."""
     latest = rows.latest([row(SELECT, 10.0, vllm=20.0), row(SELECT, 5.0, "cutedsl")])

@@ -284,6 +284,7 @@ def test_every_tensor_of_every_drop_in_is_tried(module: Any) -> None:
         ("decode prepared", {"lse": zeros(1)}, "lse: got torch.float32"),
         ("select", {"max_score": SELECTED["max_score"].half()}, "max_score: got dtype torch.float16"),
         ("select", {"topk": None}, "topk: got NoneType; wanted an integer"),
+        ("select fmha", {"topk": -1, "output": None}, "topk: got -1; wanted at least 1"),
         ("select", {"num_valid_pages": ints(1, 2)}, "num_valid_pages: got shape"),
         ("select", {"num_valid_pages": -1}, "num_valid_pages: got -1"),
         ("select", {"force_end_blocks": -1}, "force_end_blocks: got -1"),

@@ -305,6 +305,14 @@ def test_narrow_queries_of_wider_keys_are_widened():
     scored(batch, vllm.minimax_m3_index_score(batch.idx_q, batch.index_cache, *where))
 
 
+def test_queries_that_are_no_floats_are_refused():
+    batch = Batch(drawn("integers"), HEADS[8], [2], [300], 37)
+    where = batch.table, batch.cu_seqlens_q, batch.seq_lens, batch.prefix_lens, 2, 300, 1
+    for dtype in (torch.int8, torch.uint8, torch.bool):
+        with pytest.raises(TypeError, match=f"^idx_q: got dtype {dtype}"):
+            vllm.minimax_m3_index_score(batch.idx_q.to(dtype), batch.index_cache, *where)
+
+
 def test_constants_stay_where_they_are(monkeypatch):
     """A graph that was captured with one reads it after a larger batch has come, too."""
     cpu = torch.device("cpu")

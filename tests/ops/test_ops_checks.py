@@ -110,6 +110,8 @@ def test_block_ids(op):
     refused(op, one_id(3), message)
     refused(op, one_id(-2), message.replace("id 3", "id -2"))
     refused(op, one_id(1), "block_indices: got id 1 twice at [1, 7]; wanted distinct ids in a row")
+    empty = {"seqused_k": int32(17, 0, 0)}
+    refused(op, empty, "block_indices: got id 0 at [0, 5, 0]; wanted -1 or a block of the request, which has no keys")
     arguments = call(op)
     arguments |= one_id(-1)(arguments)
     OPERATORS[op](**arguments, check=True)

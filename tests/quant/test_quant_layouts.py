@@ -10,6 +10,7 @@ import torch
 from msa_tiles.quant import (
     QuantizedTensor,
     layouts,
+    quantize_fp8,
     quantize_index_pages,
     quantize_mxfp4,
     quantize_nvfp4,
@@ -135,6 +136,15 @@ REFUSED = {
     "pool: got shape [2, 5]; wanted [pages, 9216]": lambda: sglang_index_pages(POOL.view(2, -1)[:, :5], 128, 128),
     "head dim: got 24; wanted a multiple of 16": lambda: sglang_pages(POOL.view(2, -1), 1, 8, 24),
     "order: got 'other'": lambda: quantize_pages(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16), "other"),
+    "k: got NoneType; wanted a tensor [pages, H, P, D]": lambda: quantize_pages(None, torch.zeros(1, 1, 8, 16), "vllm"),
+    "v: got list; wanted a tensor": lambda: quantize_pages(torch.zeros(1, 1, 8, 16), [1.0], "sglang"),
+    "k: got dtype torch.int32": lambda: quantize_pages(
+        torch.zeros(1, 1, 8, 16, dtype=torch.int32), torch.zeros(1, 1, 8, 16), "vllm"
+    ),
+    "idx_k: got int; wanted a tensor": lambda: quantize_index_pages(3),
+    "pool: got NoneType; wanted a tensor [pages, 9216]": lambda: sglang_index_pages(None, 128, 128),
+    "pool: got str; wanted a tensor [pages, 2 H, P": lambda: vllm_pages("pool"),
+    "tensor: got layout torch.sparse_coo; wanted torch.strided": lambda: quantize_fp8(torch.eye(4).to_sparse()),
     "v: got shape [1, 1, 8, 32]": lambda: quantize_pages(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 32), "vllm"),
     "pool: got shape [2, 4, 128, 72]; wanted": lambda: quantize_pages(
         torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16), "vllm", pool=POOL

@@ -13,6 +13,7 @@ from test_trees import OPERATOR, TARGET, write
 import msa_tiles
 from msa_tiles import cli, ops, readable, trees
 from msa_tiles.launch import lookup
+from msa_tiles.runtime.registry import default_registry
 
 CELL = "sparse_decode.cutedsl.sm90.bf16"
 ONLY = OPERATOR.replace("    features: [paged, q_positions, expanded]\n", "    only: {head_dim: [128]}\n")
@@ -156,16 +157,25 @@ def test_an_operand_of_the_tree_is_near_a_misspelt_one(tmp_path: Path, capsys: p
     assert "operands/cutedsl/my_own_kesy.py; did you mean 'my_own_keys'?" in capsys.readouterr().err
 
 
-def test_a_target_that_keeps_what_its_parent_is_compiled_for_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = "sm90small has the arch sm_90a and the capability 9.0 of sm90, which it inherits from"
+def test_a_target_that_takes_the_gpus_of_another_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = "sm90small has the capability 9.0 of sm90: with this tree GPUs of that capability are sm90small"
     target = write(tmp_path / "specs/targets/sm90small.yaml", TARGET)
     assert cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"]) == 0
     assert own in capsys.readouterr().err
     target.write_text(TARGET + "arch: sm_103a\ncapability: [10, 3]\n")
     cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"])
-    assert "which it inherits from" not in capsys.readouterr().err
+    told = "sm90small has the capability 10.3 of sm103: with this tree GPUs of that capability are sm90small"
+    assert told in capsys.readouterr().err
+    target.write_text(TARGET + "arch: sm_103a\ncapability: [10, 4]\n".replace("103", "104"))
+    write(tmp_path / "specs/targets/sm90twin.yaml", "target: sm90twin\ninherits: sm90small\n")
+    cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"])
+    printed = capsys.readouterr().err
+    assert (
+        "sm90small has the capability 10.4 of sm90twin: with this tree GPUs of that capability are sm90small" in printed
+    )
+    assert printed.count("of that capability") == 1
+    with msa_tiles.use_tree(tmp_path):
+        assert next(iter(default_registry().targets)) == "sm90small"
 
 
 INTEGERS = """formats:

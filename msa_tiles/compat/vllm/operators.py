@@ -355,7 +355,7 @@ def _rows(out: Tensor | None, total_q: int) -> Tensor | None:
 
 def _as_keys(idx_q: Tensor, keys: Tensor) -> Tensor:
     """e4m3 queries of wider keys become these keys' kind, which is exact."""
-    narrower = idx_q.dtype.itemsize == 1 and keys.dtype.itemsize > 1
+    narrower = idx_q.dtype == torch.float8_e4m3fn and keys.dtype.itemsize > 1
     return idx_q.to(keys.dtype) if narrower else idx_q
 
 
