@@ -9,7 +9,7 @@ Operators over requests take the same keyword arguments that say where things ar
 - ``page_table`` int32 [B, max_pages] and ``seqused_k`` int32 [B]: paged keys, and how many keys a request has; the
   latter also with flat keys.
 - ``max_seqlen_q``, ``max_seqlen_k``: upper bounds known to the host; ``max_seqlen_k`` counts positions, so it includes
-  ``k_offset``.
+  ``k_offset``, and ``page_table`` must have pages for as many.
 - ``q_positions`` int32 [T] overrides the rule that query i of a request sits at ``len_k - len_q + i``.
 - ``k_offset`` int32 [B]: position of the first key that this call holds. Blocks keep the numbers of the whole request,
   and the position rule then counts from that first key. Kernels need multiples of ``block_size`` (`topk_select` does
