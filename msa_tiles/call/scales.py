@@ -61,6 +61,7 @@ def check_scale(
         return
     if not isinstance(scale, Tensor):
         validate.refuse_type(name, type(scale).__name__, f"a float32 tensor {dims}")
+    validate.strided(name, scale)
     if scale.dtype != torch.float32:
         validate.refuse_type(name, f"dtype {scale.dtype}", "torch.float32")
     if tuple(scale.shape) not in shapes.values():

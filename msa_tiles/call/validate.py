@@ -40,6 +40,10 @@ def tensor(name: str, value: Any, dims: str) -> Tensor:
         refuse_type(name, type(value).__name__, f"a tensor {dims}")
     if value.dim() != dims.count(",") + 1:
         refuse(name, f"shape {shape_text(value.shape)}", f"{dims.count(',') + 1} dimensions {dims}")
+    return strided(name, value)
+
+
+def strided(name: str, value: Tensor) -> Tensor:
     if value.layout != torch.strided:
         refuse_type(name, f"layout {value.layout}", "torch.strided")
     return value

@@ -97,6 +97,12 @@ def test_quantised_normal_values_select_nearly_what_they_selected_before():
     [
         ("q_scale", 1.0, "q_scale: got float; wanted a float32 tensor [], [Hi] or [T, Hi]", TypeError),
         ("k_scale", torch.ones(40).double(), "k_scale: got dtype torch.float64; wanted torch.float32", TypeError),
+        (
+            "k_scale",
+            torch.ones(40).to_sparse(),
+            "k_scale: got layout torch.sparse_coo; wanted torch.strided",
+            TypeError,
+        ),
         ("k_scale", torch.ones(40).to(torch.float8_e8m0fnu), "k_scale: got dtype torch.float8_e8m0fnu", TypeError),
         (
             "q_scale",
