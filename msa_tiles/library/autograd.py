@@ -17,7 +17,11 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 def records(*tensors: Tensor) -> bool:
     """Whether autograd will want gradients for one of these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    # What torch.vmap wraps tensors in requires no gradient, whatever they do.
+    plain = tensors if torch.compiler.is_compiling() else registration.unbatched(tensors)
+    return any(tensor.requires_grad for tensor in plain)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

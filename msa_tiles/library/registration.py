@@ -122,7 +122,7 @@ def _refuse_gradients(name: str, arguments: Sequence[Any]) -> None:
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return
-    if any(map(is_gradtrackingtensor, _unbatched(arguments))):
+    if any(map(is_gradtrackingtensor, unbatched(arguments))):
         raise RuntimeError(f"{name} does not run under torch.func.grad or vjp; torch.autograd (backward) takes it")
 
 
@@ -135,11 +135,11 @@ def _refuse_tangents(name: str, arguments: Sequence[Any], results: Sequence[Tens
         return
     if not any(result is not None and result.is_floating_point() for result in results):
         return
-    if any(forward_ad.unpack_dual(value).tangent is not None for value in _unbatched(arguments)):
+    if any(forward_ad.unpack_dual(value).tangent is not None for value in unbatched(arguments)):
         raise RuntimeError(f"{name} has no derivative in forward mode (torch.func.jvp), only in backward")
 
 
-def _unbatched(arguments: Sequence[Any]) -> Iterator[Tensor]:
+def unbatched(arguments: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors among these, out of what torch.vmap wraps them in."""
     for value in arguments:
         while isinstance(value, Tensor) and is_batchedtensor(value):

@@ -445,6 +445,27 @@ class TestValues:
         same(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_what_vmap_calls_are_those_of_the_calls_one_by_one():
+    data = tensors(lengths=(17,))
+    pairs = {name: torch.stack([tensor, -2 * tensor]) for name, tensor in data.items()}
+
+    def losses(*one):
+        out, kl = ops.msa_attention(*one, 2, block_size=4, return_kl=True)
+        return out.square().sum() + kl
+
+    def by_hand(*several):
+        return torch.stack([losses(*one) for one in zip(*several, strict=True)])
+
+    found, wanted = [], []
+    for run, gradients in ((torch.vmap(losses), found), (by_hand, wanted)):
+        leaves = [tensor.clone().requires_grad_() for tensor in pairs.values()]
+        (run(*leaves) * torch.tensor([1.0, 3.0])).sum().backward()
+        gradients += [leaf.grad for leaf in leaves]
+    close(found, wanted, terms=TERMS)
+    assert all(bool(gradient.any()) for gradient in wanted)
+
+
 def test_a_chunk_without_lengths_sees_every_key():
     """The last 5 of 17 tokens, as one request that nothing but the tensors describes."""
     data = tensors(lengths=(17,))
