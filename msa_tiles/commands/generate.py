@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from msa_tiles.commands._options import (
     tree_options,
 )
 from msa_tiles.files import refuse_unwritable
-from msa_tiles.names import counted
+from msa_tiles.names import counted, meant
 from msa_tiles.paths import generated_dir, specs_dir
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     for cell, lost in ({} if tree is None else own.no_longer_served(generated, trees.stack())).items():
         if selection.holds(cell):
             console.complain(f"{cell}: served by the one beneath and no longer: {lost}")
-    for sentence in () if tree is None else _told_of_twins(tree, specs):
+    for sentence in () if tree is None else (*_told_of_twins(tree, specs), *_told_of_engines(tree, specs)):
         console.complain(sentence)
     for name in bare:
         console.say(f"{name} has no kernel: it can run none of those that there are")
@@ -220,6 +221,18 @@ def _told_of_twins(tree: trees.Tree, specs: Specs) -> Iterator[str]:
                 f"{' and '.join(target.name for target in others)}: with this tree GPUs of that capability are "
                 f"{first.name}"
             )
+
+
+def _told_of_engines(tree: trees.Tree, specs: Specs) -> Iterator[str]:
+    """Sentences about copy engines of a tree's targets that nothing else names, rows least of all."""
+    own = [target for target in specs.targets.values() if _lies_in(target.where.file, tree)]
+    others = [target.copy for target in specs.targets.values() if target not in own]
+    rows = [row.copy for operator in specs.operators.values() for row in operator.kernels]
+    known = sorted({*itertools.chain(*others, *rows)})
+    for target in own:
+        for engine in target.copy:
+            if engine not in known:
+                yield f"{target.where}: no row names the copy engine {engine!r} of {target.name}{meant(engine, known)}"
 
 
 def _lies_in(file: str, tree: trees.Tree) -> bool:

@@ -181,7 +181,7 @@ def dequantize(
     layout: str = "linear",
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """``data`` times its ``scale`` (1 for None), computed in float32 and returned in ``dtype``.
+    """``data`` times its ``scale`` (1 for None), computed in float32 and returned in ``dtype``, of 16 bits or more.
 
     Bytes with scales of e4m3 or e8m0 are nvfp4 or mxfp4, with ``layout`` and ``global_scale`` as in a
     `QuantizedTensor`, which may also come as ``data``, with all that it has. Raises TypeError or ValueError for a scale
@@ -192,6 +192,8 @@ def dequantize(
             raise ValueError("data: got a QuantizedTensor, which has its scales, beside scale, layout or global_scale")
         return data.dequantize(dtype)
     require_tensor("data", data, "a tensor, or a QuantizedTensor")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(f"dtype: got {dtype!r}; wanted torch.float32, bfloat16, float16 or float64")
     if scale is not None:
         require_tensor("scale", scale)
     if data.dtype == torch.uint8:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from msa_tiles.quant import QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from msa_tiles.quant import QuantizedTensor, dequantize, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 MAKERS: dict[str, Callable[[torch.Tensor], QuantizedTensor]] = {
     "e4m3": quantize_fp8,
@@ -54,3 +54,11 @@ def test_it_comes_back_from_a_file_of_weights(kind: str) -> None:
 
 def bits(part: torch.Tensor) -> torch.Tensor:
     return part.reshape(-1).contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, "float32"])
+def test_values_are_dequantised_to_floats_of_16_bits_or_more(dtype: torch.dtype) -> None:
+    stored = quantize_fp8(torch.randn(2, 3))
+    for run in (stored.dequantize, lambda dtype: dequantize(stored.data, stored.scale, dtype)):
+        with pytest.raises(TypeError, match=r"dtype: got .*; wanted torch\.float32, bfloat16, float16 or float64"):
+            run(dtype)

@@ -178,6 +178,15 @@ def test_a_target_that_takes_the_gpus_of_another_is_told(tmp_path: Path, capsys:
         assert next(iter(default_registry().targets)) == "sm90small"
 
 
+def test_a_copy_engine_that_nothing_names_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = "copy: {cp_async: [LDGSTS], tma_laod: [UTMALDG], tma_store: [UTMASTG], bulk: [UBLKCP]}\n"
+    write(tmp_path / "specs/targets/sm90small.yaml", TARGET + engines)
+    cli.main(["generate", "--tree", str(tmp_path), "--op", "combine"])
+    printed = capsys.readouterr().err
+    assert "no row names the copy engine 'tma_laod' of sm90small; did you mean 'tma_load'?" in printed
+    assert printed.count("no row names") == 1
+
+
 INTEGERS = """formats:
   kvi8:
     summary: integers
