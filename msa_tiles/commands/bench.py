@@ -193,16 +193,20 @@ def _timed(jobs: Sequence[Job], args: argparse.Namespace) -> tuple[list[Row], li
 
 
 def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
-    """Print the table, draw what is asked for; whether the gates are met, if that is asked for."""
+    """Print a table of each card, draw what is asked for; whether the gates are met, if that is asked for."""
     from msa_tiles.bench import charts, gates, rows, table
 
-    latest, current = rows.latest(results), rows.digests()
-    if results:
-        for card, dates in _cards(latest.values()).items():
-            console.say(f"{card}, {dates}")
-        lines = table.lines(results, current)
+    current = rows.digests()
+    of_card: dict[str, list[Row]] = {}
+    for row in results:
+        of_card.setdefault(row["card"], []).append(row)
+    tables = {card: table.lines(own, current) for card, own in of_card.items()}
+    for card, lines in tables.items():
+        console.say(f"{card}, {_days(rows.latest(of_card[card]).values())}")
         console.table(lines)
-        console.say(table.legend(lines))
+        console.say("")
+    if tables:
+        console.say(table.legend([line for lines in tables.values() for line in lines]))
     if args.charts is not None and results:
         drawn = charts.draw(list(results), args.charts)
         for path in drawn:
@@ -213,15 +217,17 @@ def _show(results: Sequence[Row], args: argparse.Namespace) -> bool:
             )
     if not args.gates:
         return True
-    console.table(gates.report(latest, current))
+    latest = {card: rows.latest(own) for card, own in of_card.items()} or {"": {}}
+    for card, own in latest.items():
+        if len(latest) > 1:
+            console.say(card)
+        console.table(gates.report(own, current))
     for what, why in gates.LATER.items():
         console.say(f"left out: {what} ({why})")
-    return gates.all_met(latest, current)
+    return all(gates.all_met(own, current) for own in latest.values())
 
 
-def _cards(results: Iterable[Row]) -> dict[str, str]:
-    """Each card and the days of its rows."""
-    days: dict[str, set[str]] = {}
-    for row in results:
-        days.setdefault(row["card"], set()).add(row["date"])
-    return {card: min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}" for card, dates in days.items()}
+def _days(results: Iterable[Row]) -> str:
+    """The first and the last day of rows."""
+    dates = {row["date"] for row in results}
+    return min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"

@@ -179,6 +179,11 @@ class Registry:
             precisions = {name: _precision(name, entry, formats) for name, entry in document["precisions"].items()}
             precisions = {**({} if beneath is None else beneath.precisions), **precisions}
             archs = {name: target.arch for name, target in targets.items()}
+            if lacking := sorted({entry["target"] for entry in document["cells"]} - archs.keys()):
+                raise RegistryError(
+                    f"{path} has kernels for {', '.join(lacking)}, which neither it nor what lies beneath declares: "
+                    f"name the tree that does with another --tree before this one, or {again}"
+                )
             cells = tuple(
                 dataclasses.replace(
                     _cell(entry, directory, archs[entry["target"]]),

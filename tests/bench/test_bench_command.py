@@ -53,6 +53,20 @@ def test_several_files_are_read_in_order(file, tmp_path, capsys):
     assert "7.0000" in capsys.readouterr().out
 
 
+def test_each_card_has_a_table_of_its_own(tmp_path, capsys):
+    other = row("combine", "prefill_4k", "cutedsl", ms=7.0) | {"card": "NVIDIA H200"}
+    own = row("combine", "prefill_4k", ms=5.0)
+    later = write(tmp_path / "later.jsonl", [own, other, own | {"ms": 6.0}])
+    assert main(["bench", "combine", "--from", str(later)]) == 0
+    shown = capsys.readouterr().out
+    first, second = shown.split("NVIDIA H200, ")
+    assert first.startswith("NVIDIA H100 80GB HBM3, ") and "6.0000" in first and "7.0000" not in first
+    assert "7.0000" in second and "6.0000" not in second
+    assert main(["bench", "combine", "--from", str(later), "--gates"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("verdict") == 2 and shown.count("\nNVIDIA H200\n") == 1
+
+
 def test_gates_decide_the_exit_code(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("msa_tiles.bench.gates.GATES", ())
     file = write(tmp_path / "rows.jsonl", [row("topk_select", "prefill_128k_u", ms=1.0, baselines={"flashinfer": 1.1})])

@@ -89,6 +89,25 @@ def test_a_tree_that_a_target_inherits_from_and_that_is_missing_is_told_with_the
         assert set(mistaken) == {trees.Tree(upper)} and "sm90small" not in found.targets
 
 
+def test_kernels_for_a_target_of_a_tree_that_is_not_named_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lower, upper = tmp_path.resolve() / "lower", tmp_path.resolve() / "upper"
+    write(lower / "specs/targets/sm90small.yaml", "target: sm90small\ninherits: sm90\n")
+    write(upper / "specs/operators/sparse_decode.yaml", OPERATOR.replace("[sm90]", "[sm90small]"))
+    both = ["--tree", str(lower), "--tree", str(upper)]
+    assert cli.main(["generate", "--tree", str(lower), "--op", "combine"]) == 0
+    assert cli.main(["generate", *both]) == 0
+    capsys.readouterr()
+    assert cli.main(["explain", "sparse_decode", "--tree", str(upper), "--device", "sm90"]) == 2
+    printed = capsys.readouterr().err
+    assert (
+        "index.json has kernels for sm90small, which neither it nor what lies beneath declares: name the tree"
+        in printed
+    )
+    assert cli.main(["explain", "sparse_decode", *both, "--device", "sm90small", "--as-if-installed"]) == 0
+
+
 def test_cells_of_a_target_of_another_tree_are_left_out_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
